@@ -58,7 +58,7 @@ class LayerPlace:
 
 
 @functools.lru_cache(maxsize=2)
-def _open(path: Path) -> Source | PackedExperts:
+def open_experts(path: Path) -> Source | PackedExperts:
     """A model has as many wrappers as layers, and all of them read the same headers."""
     if is_packed(path):
         return PackedExperts(path)
@@ -70,7 +70,7 @@ def _open(path: Path) -> Source | PackedExperts:
 
 def release_sources() -> None:
     """Close the files that were opened; a later load opens them again."""
-    _open.cache_clear()
+    open_experts.cache_clear()
 
 
 Made = TypeVar("Made")
@@ -96,11 +96,11 @@ def load_store(weight_path: str | Path, place: LayerPlace, method: str, order: T
         raise InputError("weight_path", "''", "a directory or GGUF file", "or call load_weights_from_tensors")
     path = Path(weight_path).expanduser()
     experts = check_order(order, place.experts)
-    source, chosen = _open(path), method_of(method)
+    source, chosen = open_experts(path), method_of(method)
     if isinstance(source, PackedExperts):
         _check_formats(path, source.check(place.module, place.contract()).formats, chosen, method)
         return source.store(place.module, place.contract(), order=experts)
-    contract, layer = _read_layer(source, place)
+    contract, layer = read_layer(source, place)
     try:
         if chosen.bits and not chosen.takes(layer.formats):
             return _quantise(contract, layer.chunks(), chosen.bits, experts)
@@ -113,9 +113,9 @@ def load_store(weight_path: str | Path, place: LayerPlace, method: str, order: T
 @_on_host
 def open_layer(weight_path: str | Path, place: LayerPlace) -> LayerSource:
     """The layer in its files, from which single experts can be read in the bytes of the release."""
-    source = _open(Path(weight_path).expanduser())
+    source = open_experts(Path(weight_path).expanduser())
     if not isinstance(source, PackedExperts):
-        layer = _read_layer(source, place)[1]
+        layer = read_layer(source, place)[1]
         if layer.expert is not None:
             return layer
     given = f"{weight_path}, whose files hold no single experts in a released format"
@@ -163,7 +163,7 @@ def check_order(order: Tensor | None, experts: int) -> list[int]:
     return given
 
 
-def _read_layer(source: Source, place: LayerPlace) -> tuple[Contract, LayerSource]:
+def read_layer(source: Source, place: LayerPlace) -> tuple[Contract, LayerSource]:
     """Fused tensors are output-major or input-major: their shapes tell which."""
     contract = place.contract()
     try:

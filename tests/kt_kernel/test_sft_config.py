@@ -96,7 +96,7 @@ def test_backends_name_formats() -> None:
         ({"kt_use_lora_experts": True}, "kt_lora_rank"),
         ({"kt_weight_lifecycle": "ephemeral"}, "persistent"),
         ({"kt_lora_dropout": 1.0}, "less than 1"),
-        ({"kt_lora_rank": 0}, "at least 1"),
+        ({"kt_lora_rank": 0}, "1 or more"),
         ({"kt_expert_weight_format": "int3"}, "rawint4"),
         ({"kt_activation_policy": {"cpu": "keep"}}, "retain or recompute"),
         ({"kt_tp_enabled": "perhaps"}, "true or false"),

@@ -21,71 +21,27 @@ from kt_kernel.sft.errors import (
 if TYPE_CHECKING:
     from kt_kernel.sft.config import KTActivationPolicy, KTConfig
 
-_MODULES: dict[str, tuple[str, ...]] = {
-    "kt_kernel.sft.amx": ("AMXSFTMoEWrapper",),
-    "kt_kernel.sft.arch": (
-        "MOEArchConfig",
-        "detect_fused_experts",
-        "get_moe_arch_config",
-        "get_moe_module",
-    ),
-    "kt_kernel.sft.artifacts": (
-        "KTAdapterManifest",
-        "is_kt_routed_expert_base_parameter",
-        "is_kt_routed_expert_parameter_name",
-        "is_kt_supported_moe_model",
-        "load_kt_adapter_artifacts",
-        "load_kt_moe_from_adapter",
-        "save_kt_adapter_artifacts",
-        "save_kt_moe_to_adapter",
-    ),
-    "kt_kernel.sft.base": ("BaseSFTMoEWrapper",),
-    "kt_kernel.sft.weights": (
-        "BlockFP8ExpertWeights",
-        "INT8ExpertWeights",
-        "RAWINT4ExpertWeights",
-        "extract_moe_weights",
-        "load_block_fp8_experts_from_checkpoint_files",
-        "load_experts_from_checkpoint_files",
-        "load_experts_from_kt_weight_path",
-        "load_rawint4_experts_from_checkpoint_files",
-        "validate_persistent_int8_weights",
-    ),
-    "kt_kernel.sft.checkpointing": ("get_activation_checkpoint_context_fn", "set_activation_policy"),
-    "kt_kernel.sft.config": ("KTActivationPolicy", "KTConfig", "configure_omp_threads"),
-    "kt_kernel.sft.layer": ("KTMoELayerWrapper",),
-    "kt_kernel.sft.wrapper": (
-        "build_kt_device_map",
-        "build_kt_device_map_simplified",
-        "get_expert_device",
-        "get_kt_loading_kwargs",
-        "load_kt_model",
-        "move_non_experts_to_gpu",
-        "wrap_moe_layers_with_kt_wrapper",
-    ),
-    "kt_kernel.sft.lora": (
-        "KTAdaptationResult",
-        "adapt_peft_lora",
-        "get_kt_expert_placeholders",
-        "get_kt_fused_lora_exclude_modules",
-        "get_kt_lora_named_params",
-        "get_kt_lora_params",
-        "get_kt_named_trainable_params",
-        "get_kt_rank_local_parameter_names",
-        "get_kt_trainable_params",
-        "kt_adapt_peft_lora",
-        "sync_kt_lora_gradients",
-        "update_kt_lora_pointers",
-    ),
-    "kt_kernel.sft.runtime": (
-        "get_fp8_runtime",
-        "get_int8_runtime",
-        "get_mxfp4_runtime",
-        "get_rawint4_checkpoint_contract",
-        "get_rawint4_runtime",
-    ),
+_MODULES = {
+    "amx": "AMXSFTMoEWrapper",
+    "arch": "MOEArchConfig detect_fused_experts get_moe_arch_config get_moe_module",
+    "artifacts": "KTAdapterManifest is_kt_routed_expert_base_parameter is_kt_routed_expert_parameter_name "
+    "is_kt_supported_moe_model load_kt_adapter_artifacts load_kt_moe_from_adapter save_kt_adapter_artifacts "
+    "save_kt_moe_to_adapter",
+    "base": "BaseSFTMoEWrapper",
+    "weights": "BlockFP8ExpertWeights INT8ExpertWeights RAWINT4ExpertWeights extract_moe_weights "
+    "load_block_fp8_experts_from_checkpoint_files load_experts_from_checkpoint_files load_experts_from_kt_weight_path "
+    "load_rawint4_experts_from_checkpoint_files validate_persistent_int8_weights",
+    "checkpointing": "get_activation_checkpoint_context_fn set_activation_policy",
+    "config": "KTActivationPolicy KTConfig configure_omp_threads",
+    "layer": "KTMoELayerWrapper",
+    "wrapper": "build_kt_device_map build_kt_device_map_simplified get_expert_device get_kt_loading_kwargs "
+    "load_kt_model move_non_experts_to_gpu wrap_moe_layers_with_kt_wrapper",
+    "lora": "KTAdaptationResult adapt_peft_lora get_kt_expert_placeholders get_kt_fused_lora_exclude_modules "
+    "get_kt_lora_named_params get_kt_lora_params get_kt_named_trainable_params get_kt_rank_local_parameter_names "
+    "get_kt_trainable_params kt_adapt_peft_lora sync_kt_lora_gradients update_kt_lora_pointers",
+    "runtime": "get_fp8_runtime get_int8_runtime get_mxfp4_runtime get_rawint4_checkpoint_contract get_rawint4_runtime",
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+_MODULE_OF = {name: f"kt_kernel.sft.{module}" for module, names in _MODULES.items() for name in names.split()}
 
 _FROM_PRETRAINED = "stock from_pretrained needs no hook: use ktransformers.nn.load_model, or `kt model prepare`"
 _DEVICE_MAP = "packed experts stay in host memory whatever moves the model: use a stock device_map, or model.to()"

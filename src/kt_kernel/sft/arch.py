@@ -15,6 +15,10 @@ from kt_kernel.sft.errors import KTAMXModelNotSupportedError
 
 PROJ_NAMES = ("gate_proj", "up_proj", "down_proj")
 FUSED_NAMES = ("gate_up_proj", "gate_up_proj", "down_proj")
+# Names of the sizes in configurations; of the experts the first that a configuration has, of I by the block.
+EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
+INTERMEDIATE_SIZES = {"mlp": "moe_intermediate_size", "block_sparse_moe": "intermediate_size"}
+SHARED_EXPERTS = ("n_shared_experts", "shared_expert_intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -30,34 +34,19 @@ class MOEArchConfig:
     router_type: str = "linear"
 
 
-@dataclass(frozen=True)
-class _Family:
-    """How the configuration of a family names its sizes."""
-
-    experts: tuple[str, ...] = ("num_experts", "num_local_experts")
-    names: tuple[str, str, str] = PROJ_NAMES
-    block: str = "mlp"
-    intermediate: str = "moe_intermediate_size"
-    shared: str | None = None  # the field that is positive if there are shared experts
-    router_type: str = "linear"
-
-
-DEEPSEEK = _Family(("n_routed_experts", "num_local_experts"), shared="n_shared_experts", router_type="deepseek_gate")
-QWEN = _Family(shared="shared_expert_intermediate_size")
-# Part of the architecture's or of the model type's name, without case and underscores -> family; the first that occurs.
+# Part of the architecture's or of the model type's name, without case and underscores; the first that occurs counts ->
+# router, names of the matrices, block around the experts.
 FAMILIES = {
-    "deepseekv4": _Family(
-        ("n_routed_experts", "num_local_experts"), shared="n_shared_experts", router_type="precomputed"
-    ),
-    "deepseekv2": DEEPSEEK,
-    "deepseekv3": DEEPSEEK,
-    "kimik2": DEEPSEEK,
-    "glm4moe": _Family(("n_routed_experts", "num_experts"), shared="n_shared_experts", router_type="glm4_moe_gate"),
-    "qwen2moe": QWEN,
-    "qwen3moe": QWEN,
-    "qwen35moe": _Family(names=FUSED_NAMES, shared="shared_expert_intermediate_size"),
-    "qwen3vlmoe": _Family(names=FUSED_NAMES),
-    "mixtral": _Family(names=("w1", "w3", "w2"), block="block_sparse_moe", intermediate="intermediate_size"),
+    "deepseekv4": ("precomputed", PROJ_NAMES, "mlp"),
+    "deepseekv2": ("deepseek_gate", PROJ_NAMES, "mlp"),
+    "deepseekv3": ("deepseek_gate", PROJ_NAMES, "mlp"),
+    "kimik2": ("deepseek_gate", PROJ_NAMES, "mlp"),
+    "glm4moe": ("glm4_moe_gate", PROJ_NAMES, "mlp"),
+    "qwen2moe": ("linear", PROJ_NAMES, "mlp"),
+    "qwen3moe": ("linear", PROJ_NAMES, "mlp"),
+    "qwen35moe": ("linear", FUSED_NAMES, "mlp"),
+    "qwen3vlmoe": ("linear", FUSED_NAMES, "mlp"),
+    "mixtral": ("linear", ("w1", "w3", "w2"), "block_sparse_moe"),
 }
 
 
@@ -66,30 +55,20 @@ def get_moe_arch_config(config: Any) -> MOEArchConfig:
     text = getattr(config, "text_config", None) or config
     described = [*(getattr(config, "architectures", None) or [])[:1], getattr(config, "model_type", "")]
     described.append(getattr(text, "model_type", ""))
-    for name in described:
-        word = str(name).lower().replace("_", "").replace("-", "")
-        family = next((FAMILIES[part] for part in FAMILIES if part in word), None)
-        if family is not None:
-            return _describe(text, family)
-    remedy = "wrap_moe_layers_with_kt_wrapper needs no table: it takes every family of transformers' experts interface"
-    raise KTAMXModelNotSupportedError(
-        str(described[0]), "a family that is not in the table", ", ".join(FAMILIES), remedy
-    )
+    words = [str(name).lower().replace("_", "").replace("-", "") for name in described]
+    family = next((FAMILIES[part] for word in words for part in FAMILIES if part in word), None)
+    if family is None:
+        remedy = "wrap_moe_layers_with_kt_wrapper takes every family of transformers' experts interface without a table"
+        given = "a family that is not in the table"
+        raise KTAMXModelNotSupportedError(str(described[0]), given, ", ".join(FAMILIES), remedy)
 
+    def size(names: tuple[str, ...]) -> int:
+        return int(next((value for name in names if (value := getattr(text, name, None))), 0))
 
-def _describe(text: Any, family: _Family) -> MOEArchConfig:
-    experts = next((getattr(text, name) for name in family.experts if getattr(text, name, None)), 0)
-    return MOEArchConfig(
-        moe_layer_attr=family.block,
-        router_attr="gate",
-        experts_attr="experts",
-        weight_names=family.names,
-        expert_num=int(experts),
-        intermediate_size=int(getattr(text, family.intermediate)),
-        num_experts_per_tok=int(text.num_experts_per_tok),
-        has_shared_experts=family.shared is not None and bool(getattr(text, family.shared, 0)),
-        router_type=family.router_type,
-    )
+    router_type, weight_names, block = family
+    experts, inner, top_k = size(EXPERT_COUNTS), getattr(text, INTERMEDIATE_SIZES[block]), int(text.num_experts_per_tok)
+    shared = size(SHARED_EXPERTS) > 0
+    return MOEArchConfig(block, "gate", "experts", weight_names, experts, int(inner), top_k, shared, router_type)
 
 
 def get_moe_module(layer: nn.Module, moe_config: MOEArchConfig) -> nn.Module | None:

@@ -22,16 +22,18 @@ from torch.autograd.graph import increment_version
 
 from kt_kernel.sft.base import LORA_NAMES
 from kt_kernel.sft.errors import KTArtifactError
-from kt_kernel.sft.full_experts import has_full_experts
+from kt_kernel.sft.full_experts import has_full_experts, read_bf16
 from kt_kernel.sft.layer import KTMoELayerWrapper, wrapped_model
 from kt_kernel.sft.lora import create_fused_lora
 from ktransformers.adapters.config import CONFIG_FILE, compact_number, read_config
 from ktransformers.adapters.formats.adapter_format import MODEL_FILE
 from ktransformers.adapters.formats.kt import EXPERT_FILE, MANIFEST_FILE, build_manifest, check_manifest
+from ktransformers.adapters.formats.peft import join_gate_up
 from ktransformers.adapters.write import TensorBatch, TensorSpec, write_safetensors
 from ktransformers.checkpoint import Shards
 from ktransformers.experts.contract import expert_modules
 from ktransformers.experts.interface import experts_of
+from ktransformers.experts.lora import LoraPair
 from ktransformers.experts.peft_lora import expert_adapters
 from ktransformers.experts.placeholder import Placeholder
 from ktransformers.ground.errors import InputError
@@ -186,22 +188,13 @@ def load_kt_moe_from_adapter(model: nn.Module, path: str | Path) -> None:
 
 def _read(file: Path, layers: list[KTMoELayerWrapper], rank: int) -> dict[str, Tensor]:
     """Every tensor, after keys, shapes and dtypes have been compared with the model."""
-    shards = Shards([file])
     expected: dict[str, tuple[int, ...]] = {}
     for layer in layers:
         shape = layer.contract.shape
         for role, (rows, columns) in shape.matrices().items():
             expected[_key(layer, f"{role}_lora_a")] = (shape.num_experts, rank, columns)
             expected[_key(layer, f"{role}_lora_b")] = (shape.num_experts, rows, rank)
-    missing, unknown = sorted(set(expected) - set(shards.names)), sorted(set(shards.names) - set(expected))
-    if missing or unknown:
-        given = f"no {missing[0]}" if missing else f"{unknown[0]}, which the model has no layer for"
-        raise KTArtifactError(str(file), given, "six tensors for each layer of this model's experts")
-    for name, shape_ in expected.items():
-        if (shards.dtype(name), tuple(shards.shape(name))) != ("BF16", shape_):
-            given = f"{shards.dtype(name)} {list(shards.shape(name))}"
-            raise KTArtifactError(f"{file}: {name}", given, f"BF16 {list(shape_)}")
-    return {name: shards.read(name) for name in expected}
+    return read_bf16(file, expected, "six tensors for each layer of this model's experts")
 
 
 def _load_into_peft(
@@ -232,20 +225,16 @@ def _as_peft(
     layer: KTMoELayerWrapper, parameter: str, own: Mapping[str, Tensor], rank: int, file: str
 ) -> tuple[Tensor, Tensor]:
     """A `[E, rank, in]` and B `[E, out, rank]` of one of the fused parameters."""
+    gate, up, down = (LoraPair(own[f"{role}_lora_a"], own[f"{role}_lora_b"], 1.0) for role in ("gate", "up", "down"))
     if parameter == "down_proj":
-        a, b = own["down_lora_a"], own["down_lora_b"]
+        pair = down
     else:
-        gate, up = own["gate_lora_b"], own["up_lora_b"]
-        a = own["gate_lora_a"]
-        if rank != a.shape[1] or not torch.equal(a, own["up_lora_a"]):
-            a = torch.cat([own["gate_lora_a"], own["up_lora_a"]], dim=1)
-            gate, up = torch.cat([gate, torch.zeros_like(gate)], dim=2), torch.cat([torch.zeros_like(up), up], dim=2)
-        interleaved = layer.contract.interleaved
-        b = torch.stack([gate, up], dim=2).flatten(1, 2) if interleaved else torch.cat([gate, up], dim=1)
-    if a.shape[1] != rank:
-        given = f"rank {a.shape[1]} for {parameter} of {layer.name}"
+        shared = rank == gate.rank and torch.equal(gate.a, up.a)
+        pair = join_gate_up(gate, up, shared, layer.contract.interleaved)
+    if pair.rank != rank:
+        given = f"rank {pair.rank} for {parameter} of {layer.name}"
         raise KTArtifactError(file, given, f"{rank}, that of PEFT's adapter", CONVERT)
-    return a, b
+    return pair.a, pair.b
 
 
 def is_kt_supported_moe_model(model: nn.Module) -> bool:

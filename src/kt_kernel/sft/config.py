@@ -2,7 +2,8 @@
 
 A field is resolved when the object is made: the value that was given, else the environment variable `ACCELERATE_` plus
 the field's name in capitals (`ACCELERATE_KT_NUM_THREADS`), else the default. `given` lists the fields of the first two
-kinds: a default of kt-kernel that would slow this library down (one thread) is shown but not applied.
+kinds: a default of kt-kernel that would slow this library down (one thread) is shown but not applied. pydantic converts
+texts of the environment and of YAML by the annotations of the fields.
 
 Fields that size or share buffers of kt-kernel's kernels have no effect here: activations belong to autograd, backward
 reads the one packed copy of the weights, and the number of tokens is not bounded. A format has none of kt-kernel's
@@ -18,11 +19,14 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+
+from kt_kernel.methods import SKIP_LORA
 from kt_kernel.sft.errors import KTActivationPolicyError, KTAMXConfigError
+from ktransformers.ground.errors import first_problem
 
-ACTIVATION_WORDS = ("retain", "recompute")
 WEIGHT_FORMATS = ("bf16", "int8", "fp8", "rawint4", "mxfp4")
 # Backend -> the format of the experts that it names; None: whatever the files hold.
 BACKENDS = {
@@ -35,9 +39,44 @@ BACKENDS = {
     "AMXINT4": "bf16",
 }
 DEPRECATED_BACKENDS = {"AMXINT8": "INT8", "AMXFP8": "FP8", "AMXINT4_KGROUP": "RAWINT4"}
-SKIP_LORA = "_SkipLoRA"
-TRUE_WORDS, FALSE_WORDS = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
 LORA_INSTEAD = "train LoRA on the experts (kt_train_mode: lora), or load the model without ktransformers"
+# Fields that have one value here -> what is expected instead of another, and what to do.
+ONE_VALUE = {
+    "kt_train_mode": ("lora", "lora: packed experts are frozen", LORA_INSTEAD),
+    "kt_full_weight_grad": (False, "false: packed experts are frozen", LORA_INSTEAD),
+    "kt_use_lora_experts": (
+        False,
+        "false: no experts are added to a model",
+        "expert LoRA (kt_lora_rank) trains the model's own experts",
+    ),
+    "kt_weight_lifecycle": ("persistent", "persistent", "packed files are mapped and shared by all processes"),
+}
+EXPECTED = {
+    "bool_parsing": "true or false",
+    "int_parsing": "a whole number",
+    "float_parsing": "a number",
+    "dataclass_type": 'a mapping such as {"cpu": "retain", "gpu": "recompute"}',
+}
+
+
+def _read_json(value: object) -> object:
+    """A mapping may be given as JSON, as variables of the environment are."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):  # pydantic refuses what is no JSON
+            return json.loads(value)
+    return value
+
+
+def _split(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _as_text(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+Text = Annotated[str, BeforeValidator(_as_text)]
+Positive = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True)
@@ -53,8 +92,8 @@ class KTActivationPolicy:
 
     def __post_init__(self) -> None:
         for name, word in (("cpu", self.cpu), ("gpu", self.gpu)):
-            if word not in ACTIVATION_WORDS:
-                raise KTAMXConfigError(f"kt_activation_policy: {name}", repr(word), " or ".join(ACTIVATION_WORDS))
+            if word not in ("retain", "recompute"):
+                raise KTAMXConfigError(f"kt_activation_policy: {name}", repr(word), "retain or recompute")
         if (self.cpu, self.gpu) == ("recompute", "retain"):
             raise KTActivationPolicyError(
                 "kt_activation_policy",
@@ -64,68 +103,58 @@ class KTActivationPolicy:
                 "use cpu=retain",
             )
 
-    @classmethod
-    def from_object(cls, value: object) -> KTActivationPolicy:
-        """From a policy, a mapping with `cpu` and `gpu`, or JSON of one."""
-        if isinstance(value, KTActivationPolicy):
-            return value
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):  # what is no JSON is refused below
-                value = json.loads(value)
-        if not isinstance(value, Mapping) or not set(value) <= {"cpu", "gpu"}:
-            expected = 'a mapping such as {"cpu": "retain", "gpu": "recompute"}'
-            raise KTAMXConfigError("kt_activation_policy", repr(value), expected)
-        return cls(**value)
-
 
 @dataclass
 class KTConfig:
-    kt_backend: str | None = None
-    kt_expert_weight_format: str | None = None
-    kt_num_threads: int | None = None
+    kt_backend: Text | None = None
+    kt_expert_weight_format: Text | None = None
+    kt_num_threads: Positive | None = None
     kt_tp_enabled: bool | None = None
-    kt_threadpool_count: int | None = None
-    kt_weight_path: str | None = None
-    kt_expert_checkpoint_path: str | None = None
-    kt_non_expert_weight_path: str | None = None
-    kt_weight_lifecycle: str | None = None
-    kt_num_gpu_experts: int | None = None
+    kt_threadpool_count: Positive | None = None
+    kt_weight_path: Text | None = None
+    kt_expert_checkpoint_path: Text | None = None
+    kt_non_expert_weight_path: Text | None = None
+    kt_weight_lifecycle: Text | None = None
+    kt_num_gpu_experts: Annotated[int, Field(ge=0)] | None = None
     kt_skip_expert_loading: bool | None = None
     kt_share_backward_bb: bool | None = None
     kt_share_cache_pool: bool | None = None
     kt_force_fused_expert_lora: bool | None = None
-    kt_max_cache_depth: int | None = None
-    kt_model_max_length: int | None = None
-    kt_activation_policy: KTActivationPolicy | None = None
-    kt_lora_rank: int | None = None
+    kt_max_cache_depth: Positive | None = None
+    kt_model_max_length: Positive | None = None
+    kt_activation_policy: Annotated[KTActivationPolicy, BeforeValidator(_read_json)] | None = None
+    kt_lora_rank: Positive | None = None
     kt_lora_alpha: float | None = None
-    kt_lora_dropout: float | None = None
-    kt_train_mode: str | None = None
+    kt_lora_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    kt_train_mode: Text | None = None
     kt_full_weight_grad: bool | None = None
     kt_use_lora_experts: bool | None = None
     kt_lora_expert_num: int | None = None
     kt_lora_expert_intermediate_size: int | None = None
-    kt_checkpoint_files: list[str] | None = None
-    kt_sharded_metadata: dict[str, Any] | None = None
+    kt_checkpoint_files: Annotated[list[Text], BeforeValidator(_split)] | None = None
+    kt_sharded_metadata: Annotated[dict[str, Any], BeforeValidator(_read_json)] | None = None
     kt_wrap_fn: Callable[..., Any] | None = None
-    kt_wrap_kwargs: dict[str, Any] | None = None
+    kt_wrap_kwargs: Annotated[dict[str, Any], BeforeValidator(_read_json)] | None = None
     # Not a field of kt-kernel: `fields` of this class are what LLaMA-Factory accepts, so it is no init argument either.
     given = frozenset[str]()
 
     def __post_init__(self) -> None:
         configure_omp_threads()
+        types = get_type_hints(KTConfig, include_extras=True)
         given = set()
-        for entry in fields(self):
-            if getattr(self, entry.name) is None and (text := os.environ.get(f"ACCELERATE_{entry.name.upper()}")):
-                setattr(self, entry.name, text)
-            if getattr(self, entry.name) is not None:
-                given.add(entry.name)
+        for name in (entry.name for entry in fields(self)):
+            value = getattr(self, name)
+            if value is None:
+                value = os.environ.get(f"ACCELERATE_{name.upper()}") or None
+            if value is not None:
+                given.add(name)
+                setattr(self, name, _convert(name, types[name], value))
         self.given = frozenset(given)
-        self._convert()
         self._resolve_backend()
-        self._resolve_activation_policy()
         self._resolve_defaults()
-        self._refuse()
+        for name, (only, expected, remedy) in ONE_VALUE.items():
+            if getattr(self, name) != only:
+                raise KTAMXConfigError(name, getattr(self, name), expected, remedy)
 
     @classmethod
     def from_object(cls, source: Any) -> KTConfig:
@@ -155,14 +184,6 @@ class KTConfig:
         """False for the backends `*_SkipLoRA`, whose experts get no LoRA."""
         return not str(self.kt_backend).endswith(SKIP_LORA)
 
-    def _convert(self) -> None:
-        """Texts of the environment and of YAML into the types of the fields."""
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            convert = next((_CONVERTERS[word] for word in _CONVERTERS if str(entry.type).startswith(word)), None)
-            if value is not None and convert is not None:
-                setattr(self, entry.name, convert(entry.name, value))
-
     def _resolve_backend(self) -> None:
         weight_format = self.kt_expert_weight_format
         if weight_format is not None:
@@ -170,128 +191,52 @@ class KTConfig:
             if weight_format not in WEIGHT_FORMATS:
                 raise KTAMXConfigError("kt_expert_weight_format", weight_format, ", ".join(WEIGHT_FORMATS))
         backend = self.kt_backend or ("AMXBF16" if weight_format in (None, "bf16") else "auto")
-        skip = backend.lower().endswith(SKIP_LORA.lower())
-        word = backend[: -len(SKIP_LORA)] if skip else backend
-        if (current := DEPRECATED_BACKENDS.get(word.upper())) is not None:
+        word = backend.upper().removesuffix(SKIP_LORA.upper())
+        if (current := DEPRECATED_BACKENDS.get(word)) is not None:
             warnings.warn(f"kt_backend {word} is called {current}", FutureWarning, stacklevel=4)
             word = current
         names = {name.upper(): name for name in BACKENDS}
-        if word.upper() not in names:
+        if word not in names:
             raise KTAMXConfigError("kt_backend", backend, ", ".join(BACKENDS), f"each may end in {SKIP_LORA}")
-        word = names[word.upper()]
-        named = BACKENDS[word]
+        named = BACKENDS[names[word]]
         if weight_format is not None and named is not None and named != weight_format:
             given = f"{weight_format} with kt_backend {backend}"
             raise KTAMXConfigError("kt_expert_weight_format", given, f"{named}, or kt_backend auto")
-        self.kt_backend = word + (SKIP_LORA if skip else "")
+        self.kt_backend = names[word] + (SKIP_LORA if backend.lower().endswith(SKIP_LORA.lower()) else "")
         self.kt_expert_weight_format = weight_format or named or "bf16"
 
-    def _resolve_activation_policy(self) -> None:
-        if self.kt_activation_policy is None and os.environ.get("KT_REUSE_CHECKPOINT_FORWARD", "0") not in ("", "0"):
-            self.kt_activation_policy = KTActivationPolicy(cpu="retain")
-        self.kt_activation_policy = KTActivationPolicy.from_object(self.kt_activation_policy or KTActivationPolicy())
-
     def _resolve_defaults(self) -> None:
-        assert self.kt_activation_policy is not None
-        native_four_bit = self.kt_expert_weight_format in ("rawint4", "mxfp4")
+        if self.kt_activation_policy is None:
+            retains = os.environ.get("KT_REUSE_CHECKPOINT_FORWARD", "0") not in ("", "0")
+            self.kt_activation_policy = KTActivationPolicy(cpu="retain" if retains else "recompute")
         defaults: dict[str, Any] = {
             "kt_num_threads": 1,
             "kt_tp_enabled": False,
             "kt_threadpool_count": 1,
             "kt_weight_lifecycle": "persistent",
             "kt_num_gpu_experts": 0,
-            "kt_share_backward_bb": not native_four_bit,
+            "kt_share_backward_bb": self.kt_expert_weight_format not in ("rawint4", "mxfp4"),
             "kt_share_cache_pool": self.kt_activation_policy.cpu == "recompute",
             "kt_force_fused_expert_lora": False,
             "kt_max_cache_depth": 2,
+            "kt_lora_alpha": None if self.kt_lora_rank is None else 2.0 * self.kt_lora_rank,
             "kt_lora_dropout": 0.0,
             "kt_train_mode": "lora",
+            "kt_full_weight_grad": self.kt_train_mode in ("full", "hybrid"),
             "kt_use_lora_experts": False,
         }
         for name, default in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
-        if self.kt_lora_alpha is None and self.kt_lora_rank is not None:
-            self.kt_lora_alpha = 2.0 * self.kt_lora_rank
-        if self.kt_full_weight_grad is None:
-            self.kt_full_weight_grad = self.kt_train_mode in ("full", "hybrid")
-
-    def _refuse(self) -> None:
-        at_least = {"kt_num_threads": 1, "kt_threadpool_count": 1, "kt_max_cache_depth": 1, "kt_model_max_length": 1}
-        for name, least in (at_least | {"kt_num_gpu_experts": 0, "kt_lora_rank": 1}).items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise KTAMXConfigError(name, value, f"at least {least}")
-        assert self.kt_lora_dropout is not None
-        if not 0 <= self.kt_lora_dropout < 1:
-            raise KTAMXConfigError("kt_lora_dropout", self.kt_lora_dropout, "at least 0 and less than 1")
-        if self.kt_train_mode not in ("lora", "full", "hybrid"):
-            raise KTAMXConfigError("kt_train_mode", self.kt_train_mode, "lora")
-        if self.kt_train_mode != "lora":
-            raise KTAMXConfigError("kt_train_mode", self.kt_train_mode, "lora: packed experts are frozen", LORA_INSTEAD)
-        if self.kt_full_weight_grad:
-            raise KTAMXConfigError("kt_full_weight_grad", True, "false: packed experts are frozen", LORA_INSTEAD)
-        if self.kt_use_lora_experts:
-            remedy = "expert LoRA (kt_lora_rank) trains the model's own experts"
-            raise KTAMXConfigError("kt_use_lora_experts", True, "false: no experts are added to a model", remedy)
-        if self.kt_weight_lifecycle != "persistent":
-            remedy = "packed files are mapped and shared by all processes"
-            raise KTAMXConfigError("kt_weight_lifecycle", self.kt_weight_lifecycle, "persistent", remedy)
 
 
-def _to_bool(name: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    word = str(value).strip().lower()
-    if word in TRUE_WORDS or word in FALSE_WORDS:
-        return word in TRUE_WORDS
-    raise KTAMXConfigError(name, repr(value), "true or false")
-
-
-def _to_int(name: str, value: object) -> int:
-    number = _to_float(name, value)
-    if not number.is_integer():
-        raise KTAMXConfigError(name, repr(value), "a whole number")
-    return int(number)
-
-
-def _to_float(name: str, value: object) -> float:
+def _convert(name: str, kind: Any, value: object) -> Any:
     try:
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            raise ValueError
-        return float(value)
-    except ValueError:
-        raise KTAMXConfigError(name, repr(value), "a number") from None
-
-
-def _to_list(name: str, value: object) -> list[str]:
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    if isinstance(value, (list, tuple)):
-        return [os.fspath(part) for part in value]
-    raise KTAMXConfigError(name, repr(value), "a list of paths")
-
-
-def _to_dict(name: str, value: object) -> dict[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise KTAMXConfigError(name, repr(value), "JSON of a mapping") from None
-    if not isinstance(value, Mapping):
-        raise KTAMXConfigError(name, repr(value), "a mapping")
-    return dict(value)
-
-
-# By the beginning of a field's annotation.
-_CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
-    "bool": _to_bool,
-    "int": _to_int,
-    "float": _to_float,
-    "str": lambda _, value: os.fspath(value),
-    "list": _to_list,
-    "dict": _to_dict,
-}
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        _, given, expected = first_problem(error)
+        kinds = [problem["type"] for problem in error.errors()]
+        raise KTAMXConfigError(name, given, EXPECTED.get(kinds[0], expected)) from None
 
 
 def configure_omp_threads() -> int:
@@ -302,9 +247,7 @@ def configure_omp_threads() -> int:
 
     asked, current = os.environ.get("ACCELERATE_KT_OMP_NUM_THREADS"), os.environ.get("OMP_NUM_THREADS", "")
     if asked:
-        threads = _to_int("ACCELERATE_KT_OMP_NUM_THREADS", asked)
-        if threads < 1:
-            raise KTAMXConfigError("ACCELERATE_KT_OMP_NUM_THREADS", asked, "at least 1")
+        threads = int(_convert("ACCELERATE_KT_OMP_NUM_THREADS", Positive, asked))
     elif current.isdigit() and int(current) > 1:
         threads = int(current)
     elif os.environ.get("LOCAL_RANK", "0") not in ("", "0", "-1"):

@@ -7,6 +7,7 @@ A directory holds `kt_full_experts.index.json` and one safetensors file for each
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,11 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from kt_kernel.sft.errors import KTArtifactError
-from ktransformers.checkpoint import Encoded, ExpertChunk, ExpertShape, Shards
+from ktransformers import _core
+from ktransformers.checkpoint import Shards
+from ktransformers.checkpoint.layout import split_layer_name
+from ktransformers.experts.contract import Contract, new_store
+from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.files import read_json_object, validate
 
 INDEX_FILE = "kt_full_experts.index.json"
@@ -36,9 +41,9 @@ def has_full_experts(directory: Path) -> bool:
     return (directory / INDEX_FILE).is_file()
 
 
-def read_full_experts(directory: Path, layer_idx: int, shape: ExpertShape) -> ExpertChunk:
-    """Gate, up and down of all experts of a layer, mapped from their file."""
-    index = directory / INDEX_FILE
+def full_experts_store(directory: Path, name: str, contract: Contract, pool: _core.Pool) -> ExpertStore:
+    """The experts of the module `name`, from the file of its layer."""
+    index, layer_idx, shape = directory / INDEX_FILE, split_layer_name(name)[1], contract.shape
     document = validate(FullExpertsIndex, read_json_object(index, "what kt-kernel wrote"), str(index))
     layer = document.layers.get(layer_idx)
     if layer is None:
@@ -48,12 +53,22 @@ def read_full_experts(directory: Path, layer_idx: int, shape: ExpertShape) -> Ex
         raise KTArtifactError(str(file), "no such file", f"what {INDEX_FILE} lists")
     if layer.size_bytes is not None and file.stat().st_size != layer.size_bytes:
         raise KTArtifactError(str(file), f"{file.stat().st_size} bytes", f"{layer.size_bytes}, as {INDEX_FILE} says")
+    shapes = {f"{role}_proj": (shape.num_experts, *size) for role, size in shape.matrices().items()}
+    tensors = read_bf16(file, shapes, "gate_proj, up_proj and down_proj")
+    store = new_store(contract, pool=pool)
+    store.pack(gate=tensors["gate_proj"], up=tensors["up_proj"], down=tensors["down_proj"])
+    return store
+
+
+def read_bf16(file: Path, shapes: Mapping[str, tuple[int, ...]], expected: str) -> dict[str, Tensor]:
+    """These tensors, which are all that the file has; names, shapes and dtypes are compared before one is read."""
     shards = Shards([file])
-    tensors: dict[str, Tensor | Encoded] = {}
-    for role, size in shape.matrices().items():
-        name, expected = f"{role}_proj", (shape.num_experts, *size)
-        if name not in shards or (shards.dtype(name), tuple(shards.shape(name))) != ("BF16", expected):
-            given = f"{shards.dtype(name)} {list(shards.shape(name))}" if name in shards else "no such tensor"
-            raise KTArtifactError(f"{file}: {name}", given, f"BF16 {list(expected)}")
-        tensors[role] = shards.read(name)
-    return ExpertChunk(0, False, tensors)
+    missing, unknown = sorted(set(shapes) - set(shards.names)), sorted(set(shards.names) - set(shapes))
+    if missing or unknown:
+        given = f"no {missing[0]}" if missing else f"{unknown[0]}, which does not belong to it"
+        raise KTArtifactError(str(file), given, expected)
+    for name, shape in shapes.items():
+        if (shards.dtype(name), tuple(shards.shape(name))) != ("BF16", shape):
+            given = f"{shards.dtype(name)} {list(shards.shape(name))}"
+            raise KTArtifactError(f"{file}: {name}", given, f"BF16 {list(shape)}")
+    return {name: shards.read(name) for name in shapes}

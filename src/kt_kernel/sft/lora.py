@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from kt_kernel.sft.base import LORA_NAMES
 from kt_kernel.sft.errors import KTAMXConfigError, KTAMXModelNotSupportedError
-from kt_kernel.sft.layer import KTMoELayerWrapper, is_wrapped, wrapped_model
+from kt_kernel.sft.layer import is_wrapped, wrapped_model
 from ktransformers.experts.contract import expert_modules
 from ktransformers.experts.interface import experts_of
-from ktransformers.experts.lora import ExpertLora, LoraPair
+from ktransformers.experts.lora import CORE_ROLES, ExpertLora
 from ktransformers.experts.peft_lora import expert_adapters, lora_parameters, set_lora_dropout
 from ktransformers.experts.placeholder import Placeholder
 from ktransformers.parallel.distributed import average_expert_gradients, broadcast_own_lora
@@ -100,10 +99,10 @@ def lora_size(model: nn.Module) -> tuple[int, float]:
 
 def _peft_config(model: nn.Module) -> Any | None:
     configs = getattr(model, "peft_config", None)
-    if not isinstance(configs, Mapping) or not configs:
+    if not isinstance(configs, Mapping):
         return None
     active = getattr(model, "active_adapter", None)
-    return configs.get(active if isinstance(active, str) else None) or next(iter(configs.values()))
+    return configs.get(active if isinstance(active, str) else None) or next(iter(configs.values()), None)
 
 
 def create_fused_lora(model: nn.Module, rank: int, alpha: float) -> None:
@@ -116,17 +115,14 @@ def create_fused_lora(model: nn.Module, rank: int, alpha: float) -> None:
         if not shape.gated:
             given = "experts without a gate"
             raise KTAMXModelNotSupportedError(layer.name, given, "gate, up and down", TARGET_EXPERTS)
-        sizes = {"gate": (shape.hidden, shape.intermediate), "up": (shape.hidden, shape.intermediate)}
-        parameters: dict[str, nn.Parameter] = {}
-        for role, (columns, rows) in (sizes | {"down": (shape.intermediate, shape.hidden)}).items():
+        parameters = layer.fused_expert_lora_params
+        for role, (rows, columns) in shape.matrices().items():
             a = torch.empty(shape.num_experts, rank, columns, dtype=torch.bfloat16)
             nn.init.kaiming_uniform_(a.view(-1, columns), a=math.sqrt(5))
-            parameters[f"{role}_lora_a"] = nn.Parameter(a)
-            parameters[f"{role}_lora_b"] = nn.Parameter(
-                torch.zeros(shape.num_experts, rows, rank, dtype=torch.bfloat16)
-            )
-        layer.fused_expert_lora_params.update(parameters)
-        experts_of(layer.experts).lora = _expert_lora(layer, alpha / rank, inner._kt_config.kt_lora_dropout)
+            b = torch.zeros(shape.num_experts, rows, rank, dtype=torch.bfloat16)
+            parameters |= {f"{role}_lora_a": nn.Parameter(a), f"{role}_lora_b": nn.Parameter(b)}
+        lora = ExpertLora.of_tensors(CORE_ROLES, list(parameters.values()), (alpha / rank,) * 3)
+        experts_of(layer.experts).lora = replace(lora, dropout=inner._kt_config.kt_lora_dropout)
     if _processes() > 1:
         broadcast_own_lora(inner)
 
@@ -135,26 +131,14 @@ def _processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _expert_lora(layer: KTMoELayerWrapper, scale: float, dropout: float) -> ExpertLora:
-    tensors = layer.fused_expert_lora_params
-    factors = {
-        role: LoraPair(tensors[f"{role}_lora_a"], tensors[f"{role}_lora_b"], scale) for role in ("gate", "up", "down")
-    }
-    return ExpertLora(gate=factors["gate"], up=factors["up"], down=factors["down"], dropout=dropout)
-
-
 def get_kt_lora_named_params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) of the trained expert LoRA: PEFT's under their names in the model, others as
     `kt.layers.{L}.experts.fused_lora.{gate_lora_a, ...}`."""
     named = [(name, parameter) for name, parameter in lora_parameters(model).items() if parameter.requires_grad]
     for layer in wrapped_model(model)._kt_wrappers if is_wrapped(model) else ():
         prefix = f"kt.layers.{layer.layer_idx}.experts.fused_lora"
-        named += [(f"{prefix}.{name}", layer.fused_expert_lora_params[name]) for name in fused_names(layer)]
+        named += [(f"{prefix}.{name}", parameter) for name, parameter in layer.fused_expert_lora_params.items()]
     return named
-
-
-def fused_names(layer: KTMoELayerWrapper) -> tuple[str, ...]:
-    return LORA_NAMES if layer.fused_expert_lora_params else ()
 
 
 def get_kt_lora_params(model: nn.Module) -> list[nn.Parameter]:
@@ -162,14 +146,8 @@ def get_kt_lora_params(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for _, parameter in get_kt_lora_named_params(model)]
 
 
-def get_kt_named_trainable_params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """As `get_kt_lora_named_params`: nothing else of the experts is trained."""
-    return get_kt_lora_named_params(model)
-
-
-def get_kt_trainable_params(model: nn.Module) -> list[nn.Parameter]:
-    """As `get_kt_lora_params`: nothing else of the experts is trained."""
-    return get_kt_lora_params(model)
+# Nothing else of the experts is trained.
+get_kt_named_trainable_params, get_kt_trainable_params = get_kt_lora_named_params, get_kt_lora_params
 
 
 def get_kt_rank_local_parameter_names(model: nn.Module) -> tuple[str, ...]:

@@ -4,13 +4,15 @@ it reads. Every CPU variant here computes every format, so the answer is always 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from kt_kernel.kt_kernel_ext import LAYOUTS
 from kt_kernel.sft.errors import KTAMXModelNotSupportedError
 from ktransformers import _core
 from ktransformers.modeling.prepare import split_quantisation
 
-RAWINT4_LAYOUT = "compressed-tensors-rawint4-g32-v1"
+MXFP4_LAYOUT = "mxfp4-e2m1-e8m0-g32"
 
 
 @dataclass(frozen=True)
@@ -27,23 +29,16 @@ class RAWINT4CheckpointContract:
     num_bits: int
     group_size: int
     symmetric: bool
-    weight_layout: str = RAWINT4_LAYOUT
+    weight_layout: str = LAYOUTS["__rawint4_weight_layout__"]
 
 
-def get_int8_runtime() -> KTRuntime:
-    return KTRuntime("int8", _core.isa(), "kt-int8-n32-k64-vnni-v1")
+def _runtime(weight_format: str) -> KTRuntime:
+    layout = LAYOUTS.get(f"__{weight_format}_weight_layout__", MXFP4_LAYOUT)
+    return KTRuntime(weight_format, _core.isa(), layout)
 
 
-def get_fp8_runtime() -> KTRuntime:
-    return KTRuntime("fp8", _core.isa(), "block-e4m3-128x128")
-
-
-def get_rawint4_runtime() -> KTRuntime:
-    return KTRuntime("rawint4", _core.isa(), RAWINT4_LAYOUT)
-
-
-def get_mxfp4_runtime() -> KTRuntime:
-    return KTRuntime("mxfp4", _core.isa(), "mxfp4-e2m1-e8m0-g32")
+get_int8_runtime, get_fp8_runtime = partial(_runtime, "int8"), partial(_runtime, "fp8")
+get_rawint4_runtime, get_mxfp4_runtime = partial(_runtime, "rawint4"), partial(_runtime, "mxfp4")
 
 
 def get_rawint4_checkpoint_contract(model_config: Any) -> RAWINT4CheckpointContract:

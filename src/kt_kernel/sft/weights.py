@@ -7,9 +7,9 @@ the SFT object take these."""
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,15 @@ from torch import Tensor, nn
 
 from kt_kernel.sft.arch import MOEArchConfig, detect_fused_experts
 from kt_kernel.sft.errors import KTArtifactError
-from ktransformers.checkpoint import Encoded, ExpertShape, decode
+from kt_kernel.weights import LayerPlace, Weight, read_layer
+from ktransformers.checkpoint import Encoded, decode
+from ktransformers.checkpoint.encoded import stack
 from ktransformers.checkpoint.experts import ExpertChunk
 from ktransformers.checkpoint.kt_files import validate_int8_tree
+from ktransformers.checkpoint.recode import split
 from ktransformers.checkpoint.sources import LayerSource, open_source
 from ktransformers.experts.backend import packed_experts
-from ktransformers.experts.pack_inputs import split_fused
+from ktransformers.experts.contract import Contract
 from ktransformers.ground.errors import InputError
 from ktransformers.modeling.checkpoint_facts import read_checkpoint_facts
 
@@ -46,28 +49,22 @@ class BlockFP8ExpertWeights:
 
 
 @dataclass(frozen=True)
-class RAWINT4ExpertWeights:
+class StackedExperts:
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    gate_scale: Tensor
+    up_scale: Tensor
+    down_scale: Tensor
+
+
+class RAWINT4ExpertWeights(StackedExperts):
     """uint8 gate and up `[E, I, H/2]`, down `[E, H, I/2]`, two values in a byte, the even column low, stored plus 8;
     bf16 scales `[E, I, H/32]` and `[E, H, I/32]`."""
 
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-    gate_scale: Tensor
-    up_scale: Tensor
-    down_scale: Tensor
 
-
-@dataclass(frozen=True)
-class INT8ExpertWeights:
+class INT8ExpertWeights(StackedExperts):
     """int8 gate and up `[E, I, H]`, down `[E, H, I]`, row-major, and one float32 scale for each row."""
-
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-    gate_scale: Tensor
-    up_scale: Tensor
-    down_scale: Tensor
 
 
 def extract_moe_weights(moe_module: nn.Module, moe_config: MOEArchConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,20 +73,18 @@ def extract_moe_weights(moe_module: nn.Module, moe_config: MOEArchConfig) -> tup
     if packed_experts(experts) is not None:
         remedy = "experts.kt.store.decode(matrix, expert) returns one matrix"
         raise InputError(type(experts).__name__, "packed experts", "experts that have their parameters", remedy)
-    inner = moe_config.intermediate_size
     if not detect_fused_experts(experts):
         gate, up, down = (
             torch.stack([getattr(expert, name).weight.detach() for expert in experts])
             for name in moe_config.weight_names
         )
         return gate, up, down
-    gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
-    if getattr(experts, "is_transposed", gate_up.shape[1] != 2 * inner):
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    if not getattr(experts, "is_concatenated", True):
-        return gate_up[:, 0::2].contiguous(), gate_up[:, 1::2].contiguous(), down.contiguous()
-    gate, up = gate_up[:, :inner], gate_up[:, inner:]
-    return gate.contiguous(), up.contiguous(), down.contiguous()
+    fused = {"gate_up": experts.gate_up_proj.detach(), "down": experts.down_proj.detach()}
+    transposed = getattr(experts, "is_transposed", fused["gate_up"].shape[1] != 2 * moe_config.intermediate_size)
+    interleaved = not getattr(experts, "is_concatenated", True)
+    matrices = split(ExpertChunk(0, True, {**fused}), transposed=transposed, interleaved=interleaved)
+    gate, up, down = (matrix.contiguous() for role in ROLES if isinstance(matrix := matrices[role], Tensor))
+    return gate, up, down
 
 
 def load_experts_from_checkpoint_files(
@@ -102,11 +97,9 @@ def load_experts_from_checkpoint_files(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gate and up `[E, I, H]` and down `[E, H, I]` in bf16; quantised matrices are dequantised. `sharded_metadata` is
     not needed: the headers of the files say where a tensor is."""
-    hidden = _hidden_size(files)
-    layer = _open_layer(files, layers_prefix, moe_config, layer_idx, hidden)
-    by_role = _stack(layer, moe_config)
+    matrices = _stacked(*_open_layer(files, moe_config, layer_idx, _hidden_size(files)))
     gate, up, down = (
-        (decode(matrix) if isinstance(matrix, Encoded) else matrix).to(torch.bfloat16) for matrix in by_role
+        (decode(matrix) if isinstance(matrix, Encoded) else matrix).to(torch.bfloat16) for matrix in matrices
     )
     return gate, up, down
 
@@ -123,8 +116,7 @@ def load_block_fp8_experts_from_checkpoint_files(
     """The experts of an fp8 checkpoint with scales of 128 x 128 blocks, as they are stored."""
     if tuple(block_size) != (128, 128):
         raise KTArtifactError("block_size", tuple(block_size), "(128, 128)")
-    layer = _open_layer(files, layers_prefix, moe_config, layer_idx, hidden_size)
-    qweight, scales = _native(layer, moe_config, "fp8:128x128")
+    qweight, scales = _native(*_open_layer(files, moe_config, layer_idx, hidden_size), "fp8:128x128")
     matrices = [list(matrix.view(torch.float8_e4m3fn).unbind(0)) for matrix in qweight]
     return BlockFP8ExpertWeights(*matrices, *(list(scale.unbind(0)) for scale in scales))
 
@@ -139,8 +131,7 @@ def load_rawint4_experts_from_checkpoint_files(
     group_size: int = 32,
 ) -> RAWINT4ExpertWeights:
     """The experts of a compressed-tensors checkpoint in groups of 32, as they are stored."""
-    layer = _open_layer(files, layers_prefix, moe_config, layer_idx, hidden_size)
-    qweight, scales = _native(layer, moe_config, f"int4:{group_size}")
+    qweight, scales = _native(*_open_layer(files, moe_config, layer_idx, hidden_size), f"int4:{group_size}")
     return RAWINT4ExpertWeights(*qweight, *scales)
 
 
@@ -149,11 +140,8 @@ def load_experts_from_kt_weight_path(
 ) -> INT8ExpertWeights:
     """The int8 experts of kt-kernel's converter, tiles undone; a row of down with several scales (more than one NUMA
     part) has no such form."""
-    shape = ExpertShape(num_experts, hidden_size, intermediate_size)
-    layer = open_source(path).layer(f"model.layers.{layer_idx}.mlp.experts", shape)
-    sizes = MOEArchConfig("mlp", "gate", "experts", ROLES, num_experts, intermediate_size, 0)
-    qweight, scales = _native(layer, sizes, "int8")
-    return INT8ExpertWeights(*qweight, *scales)
+    place = LayerPlace(layer_idx, num_experts, hidden_size, intermediate_size)
+    return INT8ExpertWeights(*itertools.chain(*_native(*read_layer(open_source(path), place), "int8")))
 
 
 def _hidden_size(files: Sequence[str | Path]) -> int:
@@ -164,60 +152,35 @@ def _hidden_size(files: Sequence[str | Path]) -> int:
 
 
 def _open_layer(
-    files: Sequence[str | Path], layers_prefix: str, moe_config: MOEArchConfig, layer_idx: int, hidden: int
-) -> LayerSource:
+    files: Sequence[str | Path], moe_config: MOEArchConfig, layer_idx: int, hidden: int
+) -> tuple[Contract, LayerSource]:
+    """The layer is found by its number, whatever precedes it in the names."""
     if not files:
         raise KTArtifactError("files", "an empty list", "the safetensors files of a checkpoint")
     directory = Path(files[0]).parent
     source = open_source(directory, read_checkpoint_facts(directory).rest, files=[str(file) for file in files])
-    shape = ExpertShape(moe_config.expert_num, hidden, moe_config.intermediate_size)
-    module = f"{layers_prefix}.{layer_idx}.{moe_config.moe_layer_attr}.{moe_config.experts_attr}"
-    try:
-        return source.layer(module, shape)
-    except InputError:
-        # Fused tensors of some families are input-major, [E, H, 2I]; anything else that is wrong is raised again.
-        with contextlib.suppress(InputError):
-            return source.layer(module, replace(shape, transposed=True))
-        raise
+    return read_layer(source, LayerPlace(layer_idx, moe_config.expert_num, hidden, moe_config.intermediate_size))
 
 
-def _stack(layer: LayerSource, moe_config: MOEArchConfig) -> list[Tensor | Encoded]:
+def _stacked(contract: Contract, layer: LayerSource) -> list[Weight]:
     """Gate, up and down of all experts, each stacked."""
-    parts: dict[str, list[Tensor | Encoded]] = {role: [] for role in ROLES}
-    for chunk in layer.chunks():
-        for role, matrix in _split(chunk, moe_config.intermediate_size).items():
-            parts[role].append(matrix)
-    return [_join(parts[role]) for role in ROLES]
+    transposed = contract.shape.transposed
+    chunks = [split(chunk, transposed=transposed, interleaved=False) for chunk in layer.chunks()]
+    return [_join([chunk[role] for chunk in chunks]) for role in ROLES]
 
 
-def _split(chunk: ExpertChunk, intermediate: int) -> dict[str, Tensor | Encoded]:
-    """The matrices of a chunk by role, output-major."""
-    tensors = dict(chunk.tensors)
-    fused, down = tensors.pop("gate_up", None), tensors["down"]
-    if isinstance(fused, Tensor) and isinstance(down, Tensor):
-        if down.shape[-1] != intermediate or fused.shape[-2] != 2 * intermediate:
-            fused, tensors["down"] = fused.transpose(-1, -2), down.transpose(-1, -2)
-        tensors["gate"], tensors["up"] = split_fused(fused, False)
-    return tensors
-
-
-def _join(parts: list[Tensor | Encoded]) -> Tensor | Encoded:
+def _join(parts: list[Weight]) -> Weight:
     encoded = [part for part in parts if isinstance(part, Encoded)]
-    if encoded:
-        qweight = torch.cat([part.qweight for part in encoded])
-        scales = torch.cat([part.scales for part in encoded if part.scales is not None])
-        return Encoded(encoded[0].format, qweight, scales, columns=encoded[0].columns, name=encoded[0].name)
-    tensors = [part if part.dim() == 3 else part[None] for part in parts if isinstance(part, Tensor)]
-    return torch.cat(tensors)
+    return stack(encoded) if encoded else torch.cat([part for part in parts if isinstance(part, Tensor)])
 
 
-def _native(layer: LayerSource, moe_config: MOEArchConfig, spec: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Codes and scales of gate, up and down, all of one format."""
+def _native(contract: Contract, layer: LayerSource, spec: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Quantized weights and scales of gate, up and down, all of one format."""
     for role in ROLES:
         if layer.formats[role] != spec:
             raise KTArtifactError(role, f"experts in {layer.formats[role]}", spec, "load_weights takes every format")
     qweight, scales = [], []
-    for matrix in _stack(layer, moe_config):
+    for matrix in _stacked(contract, layer):
         assert isinstance(matrix, Encoded) and matrix.scales is not None
         qweight.append(matrix.qweight)
         scales.append(matrix.scales)

@@ -15,41 +15,40 @@ packed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from kt_kernel.methods import METHODS
+from kt_kernel.methods import METHODS, SKIP_LORA
 from kt_kernel.sft.arch import MOEArchConfig
-from kt_kernel.sft.config import LORA_INSTEAD, SKIP_LORA, KTConfig
+from kt_kernel.sft.config import LORA_INSTEAD, KTConfig
 from kt_kernel.sft.errors import KTAMXConfigError, KTAMXModelNotSupportedError
-from kt_kernel.sft.full_experts import has_full_experts, read_full_experts
+from kt_kernel.sft.full_experts import full_experts_store, has_full_experts
 from kt_kernel.sft.layer import KTMoELayerWrapper, record_layers, wrapped_model
-from kt_kernel.weights import LayerPlace, store_from_tensors
+from kt_kernel.weights import LayerPlace, open_experts, store_from_tensors
 from ktransformers import _core
+from ktransformers.checkpoint.experts import ExpertChunk
 from ktransformers.checkpoint.layout import split_layer_name
-from ktransformers.checkpoint.packed import is_packed
+from ktransformers.checkpoint.recode import split
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.experts.backend import packed_experts
-from ktransformers.experts.contract import Contract, expert_modules, new_store, read_contract
+from ktransformers.experts.contract import Contract, expert_modules, read_contract
 from ktransformers.experts.interface import (
     attach_store,
     experts_of,
-    pack_chunk,
     pack_layer,
     pack_module,
     remove_parameters,
     select_implementation,
 )
-from ktransformers.experts.pack_inputs import as_matrices, split_fused
 from ktransformers.experts.packed import PackedExperts
 from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.log import logger
 from ktransformers.ground.pool import default_pool, pool_for
-from ktransformers.modeling.checkpoint_facts import open_expert_source, read_checkpoint_facts
+from ktransformers.modeling.checkpoint_facts import read_checkpoint_facts
 from ktransformers.parallel.distributed import exclude_from_ddp
 from ktransformers.place.placement import attach
 
@@ -71,12 +70,10 @@ def wrap_moe_layers_with_kt_wrapper(model: Any, kt_plugin: Any) -> list[KTMoELay
     if not modules:
         given = "no expert layers behind transformers' experts interface"
         raise KTAMXModelNotSupportedError(type(model).__name__, given, "at least one", "train it the stock way")
-    unpacked = {name: module for name, module in modules.items() if packed_experts(module) is None}
-    pool = expert_pool(config)
-    if unpacked:
-        pack = _packer(config, pool)
-        for name, module in unpacked.items():
-            pack(name, module)
+    pool, unpacked = expert_pool(config), [name for name in modules if packed_experts(modules[name]) is None]
+    stores = _layer_source(config, pool) if unpacked else None
+    for name in unpacked:
+        _pack(name, modules[name], pool, stores, requested_method(config))
     _check_formats(config, modules)
     select_implementation(model)
     exclude_from_ddp(model)
@@ -107,8 +104,8 @@ def expert_pool(config: KTConfig) -> _core.Pool:
     return pool_for(threads, groups, log.info, names=("kt_num_threads", "kt_threadpool_count")) or default_pool()
 
 
-def _packer(config: KTConfig, pool: _core.Pool) -> Callable[[str, nn.Module], None]:
-    """The function that packs one layer, from the source that the configuration names."""
+def _layer_source(config: KTConfig, pool: _core.Pool) -> Callable[[str, Contract], ExpertStore] | None:
+    """What makes the store of a layer, from the files that the configuration names; None: it names none."""
     path = config.kt_weight_path or config.kt_expert_checkpoint_path
     if config.kt_weight_path and config.kt_expert_checkpoint_path:
         given = f"{config.kt_expert_checkpoint_path} and kt_weight_path"
@@ -116,53 +113,37 @@ def _packer(config: KTConfig, pool: _core.Pool) -> Callable[[str, nn.Module], No
     if path is not None and not Path(path).exists():
         raise KTAMXConfigError("kt_weight_path", f"{path}, which does not exist", "a directory or a GGUF file")
     if path is not None and has_full_experts(Path(path)):
-        return lambda name, module: _attach(
-            name, module, lambda contract: _full_store(Path(path), name, contract, pool)
-        )
-    if path is not None and is_packed(Path(path)):
-        packed = PackedExperts(Path(path))
-        return lambda name, module: _attach(name, module, lambda contract: packed.store(name, contract, pool=pool))
+        return lambda name, contract: full_experts_store(Path(path), name, contract, pool)
     if path is not None:
-        facts = read_checkpoint_facts(Path(path))
-        source = open_expert_source(facts, None) or open_source(path, facts.rest)
+        source = open_experts(Path(path))
     elif config.kt_checkpoint_files:
         directory = Path(config.kt_checkpoint_files[0]).parent
-        facts = read_checkpoint_facts(directory)
-        source = open_source(directory, facts.rest, files=list(config.kt_checkpoint_files))
+        source = open_source(directory, read_checkpoint_facts(directory).rest, files=list(config.kt_checkpoint_files))
     else:
-        return lambda name, module: _pack_parameters(name, module, pool, requested_method(config))
+        return None
 
-    def pack(name: str, module: nn.Module) -> None:
-        def store(contract: Contract) -> ExpertStore:
+    def store(name: str, contract: Contract) -> ExpertStore:
+        if isinstance(source, PackedExperts):
+            return source.store(name, contract, pool=pool)
+        try:
             return pack_layer(contract, source.layer(name, contract.shape, contract.interleaved), pool=pool)
+        finally:
+            source.release()
 
-        _attach(name, module, store)
-        source.release()
-
-    return pack
-
-
-def _full_store(directory: Path, name: str, contract: Contract, pool: _core.Pool) -> ExpertStore:
-    store = new_store(contract, pool=pool)
-    pack_chunk(store, contract, read_full_experts(directory, split_layer_name(name)[1], contract.shape))
     return store
 
 
-def _attach(name: str, module: nn.Module, make_store: Callable[[Contract], ExpertStore]) -> None:
-    contract = read_contract(name, module)
-    store = make_store(contract)
-    attach_store(module, contract, store, remove_parameters(module, contract))
-
-
-def _pack_parameters(name: str, module: nn.Module, pool: _core.Pool, method: str | None) -> None:
-    """From the model's own parameters, encoded if a format was asked for that is not bf16."""
-    if any(parameter.is_meta for parameter in module.parameters()):
+def _pack(name: str, module: nn.Module, pool: _core.Pool, stores: Any, method: str | None) -> None:
+    """From files, or from the model's own parameters, encoded if a format was asked for that is not bf16."""
+    if stores is None and any(parameter.is_meta for parameter in module.parameters()):
         remedy = "name their files in kt_weight_path, or load the model with ktransformers.nn.load_model"
         raise KTAMXConfigError(name, "experts on the meta device, which were not loaded", "weights", remedy)
-    if method in (None, "BF16"):
+    if stores is None and method in (None, "BF16"):
         pack_module(module, name=name, free=True, pool=pool)
-    else:
-        _attach(name, module, lambda contract: _encode_parameters(name, module, contract, str(method)))
+        return
+    contract = read_contract(name, module)
+    store = _encode_parameters(name, module, contract, str(method)) if stores is None else stores(name, contract)
+    attach_store(module, contract, store, remove_parameters(module, contract))
 
 
 def _encode_parameters(name: str, module: nn.Module, contract: Contract, method: str) -> ExpertStore:
@@ -170,14 +151,11 @@ def _encode_parameters(name: str, module: nn.Module, contract: Contract, method:
     if not shape.gated or shape.biased or gate.activation not in ("silu", "swiglu_oai"):
         remedy = "`kt quant` writes the experts of every family for kt_weight_path"
         raise KTAMXConfigError(name, f"method {method} for these experts", "gated ones without biases", remedy)
-    fused: Any = module.get_parameter("gate_up_proj")
-    rows = as_matrices("gate_up_proj", fused.detach().cpu(), 2 * shape.intermediate, shape.hidden, shape.transposed)
-    gate_proj, up_proj = split_fused(rows, contract.interleaved)
-    down: Any = module.get_parameter("down_proj")
-    down_proj = as_matrices("down_proj", down.detach().cpu(), shape.hidden, shape.intermediate, shape.transposed)
+    fused: Any = {role: module.get_parameter(f"{role}_proj").detach().cpu() for role in ("gate_up", "down")}
+    by_role: Any = split(ExpertChunk(0, True, fused), transposed=shape.transposed, interleaved=contract.interleaved)
     sizes = (shape.num_experts, shape.hidden, shape.intermediate)
     place = LayerPlace(split_layer_name(name)[1], *sizes, gate.limit, gate.alpha)
-    return store_from_tensors(gate_proj, up_proj, down_proj, place, method)
+    return store_from_tensors(by_role["gate"], by_role["up"], by_role["down"], place, method)
 
 
 def requested_method(config: KTConfig) -> str | None:
@@ -273,26 +251,21 @@ def build_kt_device_map(config: Any, kt_plugin: Any, device: str = "cuda:0") -> 
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(config)
-    experts = set(expert_modules(model))
-    device_map: dict[str, str] = {}
-    _map_modules(model, "", experts, device, device_map)
-    return device_map
+    return dict(_places(model, "", set(expert_modules(model)), device))
 
 
 build_kt_device_map_simplified = build_kt_device_map
 
 
-def _map_modules(module: nn.Module, name: str, experts: set[str], device: str, device_map: dict[str, str]) -> None:
-    """Entries for the largest modules that lie on one device."""
-    if name in experts:
-        device_map[name] = "cpu"
-    elif name and not any(expert.startswith(f"{name}.") for expert in experts):
-        device_map[name] = device
-    else:
-        for parameter, _ in module.named_parameters(recurse=False):
-            device_map[f"{name}.{parameter}" if name else parameter] = device
-        for child, inner in module.named_children():
-            _map_modules(inner, f"{name}.{child}" if name else child, experts, device, device_map)
+def _places(module: nn.Module, name: str, experts: set[str], device: str) -> Iterator[tuple[str, str]]:
+    """(name, device) of the largest modules that lie on one device."""
+    if name in experts or (name and not any(expert.startswith(f"{name}.") for expert in experts)):
+        yield name, "cpu" if name in experts else device
+        return
+    prefix = f"{name}." if name else ""
+    yield from ((prefix + parameter, device) for parameter, _ in module.named_parameters(recurse=False))
+    for child, inner in module.named_children():
+        yield from _places(inner, prefix + child, experts, device)
 
 
 def move_non_experts_to_gpu(model: nn.Module, moe_config: MOEArchConfig | None = None, device: str = "cuda:0") -> None:

@@ -201,7 +201,7 @@ def _experts(layer: Experts, adapter: Adapter) -> TensorBatch:
     def read_layer() -> list[Tensor]:
         pairs = dict(layer.read())
         if "gate_up_proj" in parameters:
-            pairs["gate_up"] = _join_gate_up(pairs.pop("gate"), pairs.pop("up"), adapter.shared, interleaved)
+            pairs["gate_up"] = join_gate_up(pairs.pop("gate"), pairs.pop("up"), adapter.shared, interleaved)
         tensors = []
         for parameter in parameters:
             pair = pairs[parameter.removesuffix("_proj")]
@@ -212,7 +212,7 @@ def _experts(layer: Experts, adapter: Adapter) -> TensorBatch:
     return TensorBatch(tuple(entries), read_layer)
 
 
-def _join_gate_up(gate: LoraPair, up: LoraPair, shared: bool, interleaved: bool) -> LoraPair:
+def join_gate_up(gate: LoraPair, up: LoraPair, shared: bool, interleaved: bool) -> LoraPair:
     """One pair for gate_up: A as it is if shared, else both A stacked and B block-diagonal."""
     upper, lower, a = gate.b, up.b, gate.a
     if not shared:
