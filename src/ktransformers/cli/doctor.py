@@ -99,12 +99,6 @@ def read_torch(root: Path) -> tuple[Cuda, int | None]:
     return cuda, torch.get_num_threads()
 
 
-def add_dense_products(report: MachineReport) -> None:
-    from ktransformers.ground import system
-
-    report.dense_products = system.dense_products()
-
-
 def read_numa_nodes(root: Path) -> list[str]:
     """One line per NUMA node: `cpus 0-15: 120 GB, 80 GB free`."""
     nodes = []
@@ -190,7 +184,7 @@ def examine(root: Path = ROOT, expert_threads: int | None = None) -> MachineRepo
         report.findings.append(Finding("error", "os", platform.system(), "Linux; on Windows, WSL 2"))
     add_core_facts(report)
     if torch_threads is not None:
-        add_dense_products(report)
+        report.dense_products = system.dense_products()
     if report.machine is not None:
         report.findings += checks.cpu(report.machine, report.variants, report.isa, report.environment, root)
         report.findings += checks.expert_threads(expert_threads, report.machine, os.environ)
@@ -235,28 +229,18 @@ def report_rows(report: MachineReport) -> list[tuple[str, str]]:
         for variant in report.variants
     ]
     if report.threads is not None:
-        rows.append(
-            ("threads", f"{report.threads} of experts (groups {report.groups}), {report.torch_threads} of torch")
-        )
+        experts = f"{report.threads} of experts (groups {report.groups})"
+        rows.append(("threads", f"{experts}, {report.torch_threads} of torch"))
     if report.dense_products is not None:
         rows.append(("linear layers", DENSE_TEXTS[report.dense_products]))
-    memory = report.memory
-    rows.append(
-        (
-            "memory",
-            f"{format_size(memory.available)} free of {format_size(memory.total)}, huge pages {memory.huge_pages}",
-        )
-    )
+    free = f"{format_size(report.memory.available)} free of {format_size(report.memory.total)}"
+    rows.append(("memory", f"{free}, huge pages {report.memory.huge_pages}"))
     rows += [("gpu", f"{gpu.name}, {format_size(gpu.memory)}") for gpu in report.gpus] or [("gpu", "none")]
     if report.cuda.driver or report.cuda.built:
         rows.append(("cuda", f"driver {report.cuda.driver or 'none'}, torch for {report.cuda.built or 'the CPU'}"))
     for disk in report.disks:
-        rows.append(
-            (
-                f"disk ({disk.what})",
-                f"{format_size(disk.free)} free of {format_size(disk.total)}, {disk.kind}: {disk.path}",
-            )
-        )
+        free = f"{format_size(disk.free)} free of {format_size(disk.total)}"
+        rows.append((f"disk ({disk.what})", f"{free}, {disk.kind}: {disk.path}"))
     rows.append(("models", f"{report.models} registered"))
     rows += [(name, value) for name, value in report.environment.items()]
     return rows

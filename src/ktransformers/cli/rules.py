@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ktransformers.cli.model import print_columns
 from ktransformers.cli.sizes import gigabytes
+from ktransformers.ground.errors import InputError
 
 if TYPE_CHECKING:
     from ktransformers.place.rule_report import RuleReport
@@ -29,9 +33,6 @@ def rules(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> None:
     """Print what every module of a model becomes by a file of rules, and its bytes on every device."""
-    from pathlib import Path
-
-    from ktransformers.ground.errors import InputError
 
     if write:
         _write(file, model)
@@ -50,14 +51,11 @@ def rules(
     folder = folder.parent if folder.name == "config.json" else folder
     if not (folder / "config.json").is_file():
         raise InputError("model", f"{model}, where there is no config.json", "a model's folder; weights are not needed")
-    try:
+    released, coded = "bf16", None
+    with contextlib.suppress(InputError):  # a family that the planner cannot count
         shape = open_shape(str(folder))
-        released, coded = (
-            shape.stored,
-            shape.quantized_bytes / shape.quantized_weights if shape.quantized_weights else None,
-        )
-    except InputError:  # a family that the planner cannot count
-        released, coded = "bf16", None
+        released = shape.stored
+        coded = shape.quantized_bytes / shape.quantized_weights if shape.quantized_weights else None
     report = report_rules(meta_model(folder), rule_file, released, coded)
     if as_json:
         document = {"rules": str(rule_file.path), "model": str(folder), **report.document()}
@@ -67,9 +65,6 @@ def rules(
 
 
 def _write(given: str, target: str | None) -> None:
-    from pathlib import Path
-
-    from ktransformers.ground.errors import InputError
     from ktransformers.ground.files import write_text
     from ktransformers.operators.rules import builtin_rules
 
@@ -85,14 +80,12 @@ def _write(given: str, target: str | None) -> None:
 def _print_table(report: RuleReport) -> None:
     from ktransformers.place.rule_report import rows
 
-    lines = [("module", "class", "operator", "on", "format", "modules", "size")]
+    lines = [["module", "class", "operator", "on", "format", "modules", "size"]]
     for name, module, count, size in rows(report.modules):
         place = module.device if module.computed == module.device else f"{module.computed}, out {module.device}"
         operator = module.operator or "-"
-        lines.append((name or "(model)", module.stock, operator, place, module.format, str(count), gigabytes(size)))
-    widths = [max(len(line[at]) for line in lines) for at in range(7)]
-    for line in lines:
-        print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
+        lines.append([name or "(model)", module.stock, operator, place, module.format, str(count), gigabytes(size)])
+    print_columns(lines)
     print()
     for device, size in report.bytes.items():
         print(f"{device:<8} {gigabytes(size)}")

@@ -84,12 +84,7 @@ def config_file() -> Path:
 
 def keys() -> dict[str, str]:
     """Key -> description, in order."""
-    sections: dict[str, type[BaseModel]] = {
-        "paths": Paths,
-        "download": Download,
-        "server": Server,
-        "answers": Answers,
-    }
+    sections: dict[str, Any] = {name: field.annotation for name, field in Settings.model_fields.items()}
     return {
         f"{section}.{name}": field.description or ""
         for section, model in sections.items()

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
+from ktransformers.ground.system import resident_bytes
 from ktransformers.plan.planner import Candidate
 
 SAMPLE_SECONDS = 0.005  # seconds between two samples
@@ -20,10 +20,7 @@ SAMPLE_SECONDS = 0.005  # seconds between two samples
 
 def anonymous_bytes() -> int:
     """Resident anonymous memory of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    return resident_bytes("RssAnon")
 
 
 class Meter:

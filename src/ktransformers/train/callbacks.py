@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -163,15 +163,11 @@ class GradientCheck(TrainerCallback):
         return experts_without_gradient
 
     def state(self) -> dict[str, Any]:
-        return {
-            module: {
-                "b_seen": trace.b_seen,
-                "a_seen": trace.a_seen,
-                "a_could": trace.a_could,
-                "experts": None if trace.experts is None else trace.experts.tolist(),
-            }
-            for module, trace in self.traces.items()
-        }
+        flags = {module: asdict(replace(trace, experts=None)) for module, trace in self.traces.items()}
+        for module, trace in self.traces.items():
+            flags[module]["experts"] = None if trace.experts is None else trace.experts.tolist()
+            del flags[module]["shared"]
+        return flags
 
     def restore(self, checkpoint: Path) -> None:
         file = checkpoint / "kt_gradients.json"
@@ -311,8 +307,8 @@ class TrainLog(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.clock.peak_rates is None:
             self.clock.peak_rates = read_peak_rates()
-        self.started_at, self.first_step = time.perf_counter(), state.global_step
-        self._last = (self.started_at, 0.0, self.clock.seconds, self.clock.peak_seconds, *scheduled_seconds())
+        self._last = self._totals(0.0)
+        self.started_at, self.first_step = self._last[0], state.global_step
         self._first_end = None
         if state.is_world_process_zero:
             self._truncate_log(state.global_step)
@@ -351,42 +347,37 @@ class TrainLog(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs or "train_runtime" in logs:
             return
-        now, tokens = time.perf_counter(), float(logs.get("num_tokens", 0.0))
-        ran, waited = scheduled_seconds()
-        expert_seconds, peak_seconds = self.clock.seconds, self.clock.peak_seconds
-        interval = max(now - self._last[0], 1e-9)
-        training = "loss" in logs
-        rate = (tokens - self._last[1]) / interval if training and self._last[1] else None
-        expert_share = (expert_seconds - self._last[2]) / interval if training else None
-        peak_share = (
-            self._share_of_peak(expert_seconds - self._last[2], peak_seconds - self._last[3]) if training else None
+        totals = self._totals(float(logs.get("num_tokens", 0.0)))
+        interval, tokens, expert_seconds, peak_seconds, ran, waited = (
+            total - last for total, last in zip(totals, self._last, strict=True)
         )
-        wait_share = self._wait_share(ran - self._last[4], waited - self._last[5]) if training else None
-        if training:  # measuring peak rates again, above, belongs to no step
-            self._last = (time.perf_counter(), tokens, expert_seconds, peak_seconds, *scheduled_seconds())
-        elapsed, remaining = now - self.started_at, self._remaining(state, now)
-        values = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
-        self._write(state, values, elapsed, remaining, rate, wait_share)
-        gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        epoch = float(state.epoch or 0.0)
-        progress = (
-            state.global_step,
-            state.max_steps,
-            epoch,
-            values,
-            rate,
-            expert_share,
-            resident_bytes(),
-            gpu,
-            elapsed,
-            remaining,
-            peak_share,
-            wait_share,
+        now, interval = totals[0], max(interval, 1e-9)
+        rate = expert_share = peak_share = wait_share = None
+        if "loss" in logs:
+            rate = tokens / interval if self._last[1] else None
+            expert_share, peak_share = expert_seconds / interval, self._share_of_peak(expert_seconds, peak_seconds)
+            wait_share = waited / (ran + waited) if ran > 0 and waited >= 0 else None
+            # Measuring peak rates again, above, belongs to no step.
+            self._last = (time.perf_counter(), *totals[1:4], *scheduled_seconds())
+        progress = Progress(
+            step=state.global_step,
+            steps=state.max_steps,
+            epoch=float(state.epoch or 0.0),
+            values={name: float(value) for name, value in logs.items() if isinstance(value, (int, float))},
+            tokens_per_second=rate,
+            expert_share=expert_share,
+            memory=resident_bytes(),
+            gpu_memory=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+            elapsed=now - self.started_at,
+            remaining=self._remaining(state, now),
+            roof_share=peak_share,
+            wait_share=wait_share,
         )
-        self.report(Progress(*progress))
+        self._write(progress)
+        self.report(progress)
 
-    def _wait_share(self, ran: float, waited: float) -> float | None:
-        return waited / (ran + waited) if ran > 0 and waited >= 0 else None
+    def _totals(self, tokens: float) -> tuple[float, ...]:
+        return (time.perf_counter(), tokens, self.clock.seconds, self.clock.peak_seconds, *scheduled_seconds())
 
     def _share_of_peak(self, measured: float, peak_seconds: float) -> float | None:
         """Time at peak rates over measured time, None if nothing was computed on the CPU. A share above 1 means that
@@ -404,28 +395,21 @@ class TrainLog(TrainerCallback):
             self.clock.peak_rates = PeakRates(max(peak.flops, rates.tile_flops), max(peak.read, rates.read_bytes))
         return 1.0
 
-    def _write(
-        self,
-        state: Any,
-        values: dict[str, float],
-        elapsed: float,
-        remaining: float,
-        rate: float | None,
-        wait_share: float | None,
-    ) -> None:
+    def _write(self, progress: Progress) -> None:
         names = {"loss": "loss", "learning_rate": "lr", "grad_norm": "grad_norm", "eval_loss": "eval_loss"}
         names |= {"rewards/accuracies": "accuracy"}
-        line = {"current_steps": state.global_step, "total_steps": state.max_steps}
+        values = progress.values
+        line: dict[str, Any] = {"current_steps": progress.step, "total_steps": progress.steps}
         line |= {field_name: values[name] for name, field_name in names.items() if name in values}
         line |= {
-            "epoch": values.get("epoch", state.epoch),
-            "percentage": round(100 * state.global_step / max(state.max_steps, 1), 2),
-            "elapsed_time": format_duration(elapsed),
-            "remaining_time": format_duration(remaining),
+            "epoch": values.get("epoch", progress.epoch),
+            "percentage": round(100 * progress.step / max(progress.steps, 1), 2),
+            "elapsed_time": format_duration(progress.elapsed),
+            "remaining_time": format_duration(progress.remaining),
         }
-        if rate is not None:
-            line |= {"throughput": round(rate, 2), "total_tokens": int(values["num_tokens"])}
-            line |= {} if wait_share is None else {"cpu_wait": round(wait_share, 3)}
+        if progress.tokens_per_second is not None:
+            line |= {"throughput": round(progress.tokens_per_second, 2), "total_tokens": int(values["num_tokens"])}
+            line |= {} if progress.wait_share is None else {"cpu_wait": round(progress.wait_share, 3)}
         with reporting_full_disk(self.output), (self.output / "trainer_log.jsonl").open("a") as stream:
             stream.write(json.dumps(line) + "\n")
         self._lines.append(line)
