@@ -9,19 +9,24 @@ read, not its expert parallelism's.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import field
 from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from ktransformers.ground import env
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.options.field import CLOSED, add_flags, build, options_of
+from ktransformers.ground.options.placement import PlacementOptions
 
-STRATEGIES = ("uniform", "frequency", "front-loading", "random")
 OPTIONS_VARIABLE = "KT_SGLANG_OPTIONS"
+# Options of the placement engine that SGLang's parser lacks.
+ADDED = ("kt_gpu_experts_ratio", "kt_expert_placement_strategy", "kt_gpu_prefill_token_threshold")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CLOSED)
 class ServerOptions:
     """The options of one server; empty fields leave mainline's behaviour."""
 
@@ -36,36 +41,16 @@ class ServerOptions:
     expert_lora_by_name: dict[str, str] = field(default_factory=dict)  # adapter of --lora-paths -> its experts
 
     def to_environment(self) -> None:
-        os.environ[OPTIONS_VARIABLE] = json.dumps(asdict(self))
+        os.environ[OPTIONS_VARIABLE] = TypeAdapter(ServerOptions).dump_json(self).decode()
 
     @classmethod
     def from_environment(cls) -> ServerOptions:
-        fields: dict[str, Any] = json.loads(env.text(OPTIONS_VARIABLE))
-        if fields.get("numa_nodes") is not None:
-            fields["numa_nodes"] = tuple(fields["numa_nodes"])
-        return cls(**fields)
+        return TypeAdapter(ServerOptions).validate_json(env.text(OPTIONS_VARIABLE))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ktransformers", "experts on the CPU, in addition to SGLang's own --kt-* flags")
-    group.add_argument(
-        "--kt-gpu-experts-ratio",
-        type=float,
-        help="Share of all experts on the GPU, 0 to 1; wins over --kt-num-gpu-experts.",
-    )
-    group.add_argument(
-        "--kt-expert-placement-strategy",
-        choices=STRATEGIES,
-        default="uniform",
-        help="Which experts are on the GPU; frequency: those with most tokens in the file of --init-expert-location.",
-    )
-    group.add_argument(
-        "--kt-gpu-prefill-token-threshold",
-        type=int,
-        default=0,
-        metavar="TOKENS",
-        help="Stream all experts of a layer to the GPU for prefill batches of at least so many tokens.",
-    )
+    add_flags(group, {name: options_of(PlacementOptions)[name] for name in ADDED})
     group.add_argument("--kt-numa-nodes", type=int, nargs="+", help="NUMA nodes of the thread pools, one for each.")
     group.add_argument(
         "--kt-expert-lora-path",
@@ -78,38 +63,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read_options(args: argparse.Namespace) -> ServerOptions | None:
     """From SGLang's parsed arguments; None without --kt-weight-path. Changes fields of `args` that ours decide."""
-    given = [name for name in ("kt_gpu_experts_ratio", "kt_numa_nodes") if getattr(args, name, None) is not None]
-    given += [name for name in ("kt_gpu_prefill_token_threshold", "kt_expert_lora_path") if getattr(args, name, None)]
     if args.kt_weight_path is None:
+        given = [name for name in (*ADDED, "kt_numa_nodes", "kt_expert_lora_path") if getattr(args, name, None)]
         if given:
             flag = "--" + given[0].replace("_", "-")
             raise InputError(flag, "without --kt-weight-path", "experts on the CPU", "add --kt-weight-path MODEL")
         return None
-    ratio, number = args.kt_gpu_experts_ratio, args.kt_num_gpu_experts
-    if ratio is None and number is None:
+    values: dict[str, Any] = {name: getattr(args, name) for name in (*ADDED, "kt_num_gpu_experts")}
+    # SGLang's own way to say that there is no threshold is 0.
+    values["kt_gpu_prefill_token_threshold"] = values["kt_gpu_prefill_token_threshold"] or None
+    place = build(PlacementOptions, values, by_flag=True)
+    if place.by_bytes:
         expected = "--kt-num-gpu-experts, 0 or more for each layer, or --kt-gpu-experts-ratio"
         raise InputError("--kt-weight-path", "no number of GPU experts", expected)
-    if ratio is not None and not 0 <= ratio <= 1:
-        raise InputError("--kt-gpu-experts-ratio", ratio, "a number from 0 to 1")
-    if number is not None and number < 0:
-        raise InputError("--kt-num-gpu-experts", number, "0 or more")
     nodes = getattr(args, "kt_numa_nodes", None)
     if nodes is not None and len(nodes) != args.kt_threadpool_count:
         expected = f"{args.kt_threadpool_count}, as --kt-threadpool-count says"
         raise InputError("--kt-numa-nodes", f"{len(nodes)} nodes", expected)
-    if args.kt_gpu_prefill_token_threshold < 0:
-        raise InputError("--kt-gpu-prefill-token-threshold", args.kt_gpu_prefill_token_threshold, "0 or more tokens")
     counts = _take_activation_counts(args)
     static, by_name = _expert_adapters(args)
-    if args.kt_gpu_prefill_token_threshold and hasattr(args, "disable_prefill_cuda_graph"):
+    if place.kt_gpu_prefill_token_threshold and hasattr(args, "disable_prefill_cuda_graph"):
         args.disable_prefill_cuda_graph = True
     return ServerOptions(
         model_path=args.model_path,
-        num_gpu_experts=number,
-        gpu_experts_ratio=ratio,
-        placement_strategy=args.kt_expert_placement_strategy,
+        num_gpu_experts=place.kt_num_gpu_experts,
+        gpu_experts_ratio=place.kt_gpu_experts_ratio,
+        placement_strategy=place.strategy,
         activation_counts=counts,
-        gpu_prefill_token_threshold=args.kt_gpu_prefill_token_threshold,
+        gpu_prefill_token_threshold=place.kt_gpu_prefill_token_threshold or 0,
         numa_nodes=None if nodes is None else tuple(nodes),
         expert_lora=static,
         expert_lora_by_name=by_name,
