@@ -40,32 +40,23 @@ MAX_IDLE_CALLS = 8  # of sizes that no graph refers to, for each layer
 
 @dataclass
 class PreparedBatch:
-    """Calls into the core for one batch size, over buffers of that size."""
+    """Calls into the core for one batch size, over buffers of that size: of the experts that are computed at once, and
+    of deferred ones, if any."""
 
     views: BatchBuffers
-    now: HostCall
-    later: HostCall | None  # deferred experts
+    calls: list[HostCall]
     captured: bool = False
     passed: torch.cuda.Event | None = None  # behind the last use on a stream
-
-    @property
-    def calls(self) -> list[HostCall]:
-        return [self.now] if self.later is None else [self.now, self.later]
 
     def is_idle(self) -> bool:
         if self.captured or not all(call.call.done for call in self.calls):
             return False
         return self.passed is None or bool(self.passed.query())  # type: ignore[no-untyped-call]
 
-    def wait(self) -> Tensor:
+    def wait(self, deferred: bool = False) -> Tensor:
         """The output in host memory, which is complete behind it in the order of the stream."""
-        self.now.wait()
-        return self.views.out
-
-    def wait_later(self) -> Tensor:
-        assert self.later is not None
-        self.later.wait()
-        return self.views.deferred_out
+        self.calls[int(deferred)].wait()
+        return self.views.deferred_out if deferred else self.views.out
 
 
 @dataclass(frozen=True)
@@ -253,7 +244,7 @@ class BaseMoEWrapper:
                 out[rows].copy_(piece.wait(), non_blocking=True)
                 self._mark_passed(hidden.device, piece)
             if submitted.earlier is not None:
-                out += submitted.earlier.batch.wait_later().to(out.device, non_blocking=True)
+                out += submitted.earlier.batch.wait(deferred=True).to(out.device, non_blocking=True)
             self._mark_passed(hidden.device, submitted.piece)
         return out.view(hidden_states.shape)
 
@@ -346,8 +337,8 @@ class BaseMoEWrapper:
             prepared = self._loaded().prepare(views.hidden, ids, views.weights, out=out, **options)
             return HostCall(prepared, hidden.is_cuda)
 
-        later = call(views.deferred_ids, views.deferred_out) if deferred else None
-        return PreparedBatch(views, call(views.ids, views.out), later)
+        later = [call(views.deferred_ids, views.deferred_out)] if deferred else []
+        return PreparedBatch(views, [call(views.ids, views.out), *later])
 
     def _drop_idle(self) -> None:
         """Drop the least recently used sizes that no graph refers to and that no stream has yet to reach."""

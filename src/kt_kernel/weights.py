@@ -7,13 +7,13 @@ precedes it in the names. Runtime expert i is the checkpoint's expert `order[i]`
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -73,23 +73,15 @@ def release_sources() -> None:
     open_experts.cache_clear()
 
 
-Made = TypeVar("Made")
-Arguments = ParamSpec("Arguments")
-
-
-def _on_host(function: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
+@contextlib.contextmanager
+def _on_host() -> Iterator[None]:
     """Experts are read and packed in host memory, whatever the default device is: SGLang builds its models with a GPU
     as the default."""
-
-    @functools.wraps(function)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
-        with torch.device("cpu"):
-            return function(*args, **kwargs)
-
-    return call
+    with torch.device("cpu"):
+        yield
 
 
-@_on_host
+@_on_host()
 def load_store(weight_path: str | Path, place: LayerPlace, method: str, order: Tensor | None = None) -> ExpertStore:
     """The layer's experts from files."""
     if not str(weight_path):
@@ -110,7 +102,7 @@ def load_store(weight_path: str | Path, place: LayerPlace, method: str, order: T
         source.release()
 
 
-@_on_host
+@_on_host()
 def open_layer(weight_path: str | Path, place: LayerPlace) -> LayerSource:
     """The layer in its files, from which single experts can be read in the bytes of the release."""
     source = open_experts(Path(weight_path).expanduser())
@@ -122,7 +114,7 @@ def open_layer(weight_path: str | Path, place: LayerPlace) -> LayerSource:
     raise InputError("weight_path", given, "a released directory of safetensors")
 
 
-@_on_host
+@_on_host()
 def store_from_tensors(
     gate: Tensor, up: Tensor, down: Tensor, place: LayerPlace, method: str, order: Tensor | None = None
 ) -> ExpertStore:
@@ -144,7 +136,7 @@ def store_from_tensors(
     return _pack(store, contract, [chunk], experts, lambda matrix: encode(numbers(matrix), target))
 
 
-@_on_host
+@_on_host()
 def store_from_encoded(matrices: Mapping[str, Encoded], place: LayerPlace, order: Tensor | None = None) -> ExpertStore:
     """From gate, up and down of all experts in a quantized format, which is kept."""
     experts, contract = check_order(order, place.experts), place.contract()

@@ -150,8 +150,7 @@ class BaseSFTMoEWrapper:
         self._saved: list[SavedForward] = []
         self._inference: BaseMoEWrapper | None = None
         self._inference_hidden: Tensor | None = None
-        self._forward: PendingPass | None = None
-        self._backward: PendingPass | None = None
+        self._pending: dict[str, PendingPass] = {}
         self._registered: dict[str, RegisteredGrad] = {}
         self.clear_checkpoint_output()
 
@@ -220,6 +219,15 @@ class BaseSFTMoEWrapper:
             raise RuntimeError(f"layer {self.layer_idx} has no weights yet: call load_weights first")
         return self.store
 
+    def _require_none(self, kind: str, sync: str) -> None:
+        if kind in self._pending:
+            raise RuntimeError(f"a {kind} pass was submitted and not awaited: call {sync} first")
+
+    def _take(self, kind: str, submit: str) -> PendingPass:
+        if kind not in self._pending:
+            raise RuntimeError(f"no {kind} pass was submitted: call {submit} first")
+        return self._pending.pop(kind)
+
     # Forward.
 
     def forward(
@@ -239,15 +247,12 @@ class BaseSFTMoEWrapper:
         self, hidden_states: Tensor, expert_ids: Tensor, weights: Tensor, save_for_backward: bool = True
     ) -> None:
         """Start a forward pass; `sync_forward` returns its output."""
-        if self._forward is not None:
-            raise RuntimeError("a forward pass was submitted before: call sync_forward first")
+        self._require_none("forward", "sync_forward")
         compute = self._begin_forward(hidden_states, expert_ids, weights, save_for_backward)
-        self._forward = PendingPass(_worker().submit(compute), hidden_states.device)
+        self._pending["forward"] = PendingPass(_worker().submit(compute), hidden_states.device)
 
     def sync_forward(self, output_device: torch.device | str | None = None) -> Tensor:
-        pending, self._forward = self._forward, None
-        if pending is None:
-            raise RuntimeError("no forward pass was submitted: call submit_forward first")
+        pending = self._take("forward", "submit_forward")
         return _to_device(pending.result.result(), output_device or pending.device)
 
     def _begin_forward(self, hidden: Tensor, ids: Tensor, weights: Tensor, save: bool) -> Callable[[], Tensor]:
@@ -343,20 +348,17 @@ class BaseSFTMoEWrapper:
         optimizer_grad_scale: float = 1.0,
     ) -> None:
         """Start a backward pass; `sync_backward` returns its gradients."""
-        if self._backward is not None:
-            raise RuntimeError("a backward pass was submitted before: call sync_backward first")
+        self._require_none("backward", "sync_backward")
         compute = self._begin_backward(grad_output, optimizer_grad_scale)
-        self._backward = PendingPass(_worker().submit(compute), torch.device(output_device or grad_output.device))
+        device = torch.device(output_device or grad_output.device)
+        self._pending["backward"] = PendingPass(_worker().submit(compute), device)
 
     def sync_backward(self) -> tuple[Tensor, Tensor]:
-        pending, self._backward = self._backward, None
-        if pending is None:
-            raise RuntimeError("no backward pass was submitted: call submit_backward_async first")
+        pending = self._take("backward", "submit_backward_async")
         return self._finish_backward(pending.result.result(), pending.device)
 
     def _begin_backward(self, grad_output: Tensor, scale: float) -> Callable[[], tuple[Tensor, Tensor]]:
-        if self._forward is not None:
-            raise RuntimeError("a forward pass was submitted and not awaited: call sync_forward before backward")
+        self._require_none("forward", "sync_forward")
         if not self._saved:
             raise RuntimeError("no forward pass is saved: call forward with save_for_backward=True before backward")
         if grad_output.shape != self._saved[-1].shape:

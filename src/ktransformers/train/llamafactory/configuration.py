@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.log import logger
+from ktransformers.train.keys import DERIVED_KEYS
 
 if TYPE_CHECKING:
     from ktransformers.train.settings import TrainSettings
@@ -41,8 +42,8 @@ ARGUMENT_KEYS = (
     "disable_gradient_checkpointing",
 )
 _DERIVED_IN_MAPPING = {
-    *("kt_lora_rank", "kt_lora_alpha", "kt_lora_dropout", "kt_activation_policy", "kt_train_mode"),
-    *("kt_full_weight_grad", "kt_share_cache_pool", "enabled", "kt_skip_expert_loading", "kt_model_max_length"),
+    *("kt_share_cache_pool", "enabled", "kt_skip_expert_loading", "kt_model_max_length"),
+    *DERIVED_KEYS,
     *ARGUMENT_KEYS,
 }
 

@@ -15,28 +15,26 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# Module of LLaMA-Factory -> our module and its function that changes it.
+# Module of LLaMA-Factory -> the file and function here that changes it.
 HOOKED_MODULES = {
-    "llamafactory.extras.misc": ("ktransformers.train.llamafactory.versions", "answer_checks"),
-    "llamafactory.hparams.model_args": ("ktransformers.train.llamafactory.arguments", "extend_model_arguments"),
-    "llamafactory.hparams.training_args": ("ktransformers.train.llamafactory.arguments", "extend_training_arguments"),
-    "llamafactory.model.model_utils.checkpointing": (
-        "ktransformers.train.llamafactory.training",
-        "use_checkpoint_context",
-    ),
-    "llamafactory.model.adapter": ("ktransformers.train.llamafactory.adapter", "adapt_experts"),
-    "llamafactory.model.loader": ("ktransformers.train.llamafactory.loading", "load_packed_experts"),
-    "llamafactory.train.tuner": ("ktransformers.train.llamafactory.training", "check_runs"),
-    "llamafactory.v1.launcher": ("ktransformers.train.llamafactory.versions", "refuse_v1"),
+    "llamafactory.extras.misc": ("versions", "answer_checks"),
+    "llamafactory.hparams.model_args": ("arguments", "extend_model_arguments"),
+    "llamafactory.hparams.training_args": ("arguments", "extend_training_arguments"),
+    "llamafactory.model.model_utils.checkpointing": ("training", "use_checkpoint_context"),
+    "llamafactory.model.adapter": ("adapter", "adapt_experts"),
+    "llamafactory.model.loader": ("loading", "load_packed_experts"),
+    "llamafactory.train.tuner": ("training", "check_runs"),
+    "llamafactory.v1.launcher": ("versions", "refuse_v1"),
 }
-# Module of the fork of transformers -> our module and its function that it offers.
+# Module of the fork of transformers -> the file and function here that it offers.
 PROVIDED_MODULES = {
-    "transformers.integrations.kt": ("ktransformers.train.llamafactory.configuration", "configure_kt"),
-    "transformers.integrations.kt_artifacts": (
-        "ktransformers.train.llamafactory.configuration",
-        "prepare_kt_pretrained_config",
-    ),
+    "transformers.integrations.kt": ("configuration", "configure_kt"),
+    "transformers.integrations.kt_artifacts": ("configuration", "prepare_kt_pretrained_config"),
 }
+
+
+def _function_of(place: tuple[str, str]) -> Any:
+    return getattr(importlib.import_module(f"{__package__}.{place[0]}"), place[1])
 
 
 class HookedLoader:
@@ -51,8 +49,7 @@ class HookedLoader:
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        name, function = HOOKED_MODULES[module.__name__]
-        getattr(importlib.import_module(name), function)(module)
+        _function_of(HOOKED_MODULES[module.__name__])(module)
 
     def __getattr__(self, name: str) -> Any:  # optional methods of loaders, such as get_source
         return getattr(self._loader, name)
@@ -63,8 +60,8 @@ class ProvidedLoader:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        name, function = PROVIDED_MODULES[module.__name__]
-        setattr(module, function, getattr(importlib.import_module(name), function))
+        place = PROVIDED_MODULES[module.__name__]
+        setattr(module, place[1], _function_of(place))
 
 
 class ImportHook:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -145,18 +146,12 @@ def write_kt_form(output: Path) -> None:
     Checkpoints inside `output` stay in PEFT's form, from which LLaMA-Factory resumes."""
     from ktransformers.adapters import convert
 
-    staging = output / ".kt_adapter"
-    source = output / ".kt_peft"
-    for folder in (staging, source):
-        shutil.rmtree(folder, ignore_errors=True)
-    source.mkdir()
-    try:
+    with tempfile.TemporaryDirectory(prefix=".kt_adapter_", dir=output) as folder:
+        source, staging = Path(folder, "peft"), Path(folder, "kt")
+        source.mkdir()
         for name in ADAPTER_FILES:
             shutil.copyfile(output / name, source / name)
         convert(source, staging, "kt", dtype="bfloat16")
         for file in staging.iterdir():
             os.replace(file, output / file.name)
-    finally:
-        for folder in (staging, source):
-            shutil.rmtree(folder, ignore_errors=True)
     log.info("%s: adapter in kt-kernel's form", output)
