@@ -23,10 +23,10 @@ from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.partition import by_experts
 from ktransformers.experts.store import ExpertStore
 from ktransformers.modeling.shard_stores import ShardLayer
-from ktransformers.serve.hosts.expert_host import run_expert_host
-from ktransformers.serve.hosts.host_pool import HostPool
-from ktransformers.serve.hosts.options import HostOptions
-from ktransformers.serve.hosts.remote_layer import RemoteExperts
+from ktransformers.serve.nodes.expert_node import run_expert_node
+from ktransformers.serve.nodes.node_pool import NodePool
+from ktransformers.serve.nodes.options import NodeOptions
+from ktransformers.serve.nodes.remote_layer import RemoteExperts
 
 EXPERTS, INTERMEDIATE, TOP_K = 4, 32, 2  # so small that computing takes next to no time
 FACTS = {"rank": "1"}
@@ -48,11 +48,11 @@ def bind_half(last: bool) -> None:
 
 def run_host(port: int, hidden: int) -> None:
     bind_half(True)
-    options = HostOptions(1, 2, "127.0.0.1", port, "bench", 60.0)
+    options = NodeOptions(1, 2, "127.0.0.1", port, "bench", 60.0)
     shard = by_experts(1, EXPERTS, 2).layer(0, 1)
     contract = Contract(ExpertShape(EXPERTS, hidden, INTERMEDIATE, True, False, False), False, Gate("silu", 0.0, 0.0))
     layer = ShardLayer("layer", contract, shard, make_store(len(shard.experts), hidden))
-    run_expert_host(options, FACTS, lambda: [layer], lambda _: None)
+    run_expert_node(options, FACTS, lambda: [layer], lambda _: None)
 
 
 def seconds_of(call: Callable[[], object], repeats: int) -> tuple[float, float]:
@@ -85,7 +85,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=200)
     options = parser.parse_args(words)
     host_context = multiprocessing.get_context("spawn")
-    pool = HostPool(HostOptions(0, 2, "127.0.0.1", 0, "bench", 60.0), {"rank": "0"}, lambda _: None)
+    pool = NodePool(NodeOptions(0, 2, "127.0.0.1", 0, "bench", 60.0), {"rank": "0"}, lambda _: None)
     host = host_context.Process(target=run_host, args=(pool.port, options.hidden), daemon=True)
     host.start()
     bind_half(False)

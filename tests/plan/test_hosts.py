@@ -127,7 +127,7 @@ def test_host_0_gets_fewer_experts_where_it_lacks_memory() -> None:
     best = make_hosts_plan(model, Serving(), machine, 4, NETWORK).best
     assert best is not None and hosts_of(best).shares[0] < min(hosts_of(best).shares[1:])
     even = evaluate_hosts(model, Serving(), Choice("fp8"), machine, NETWORK, BY_EXPERTS, even_shares(256, 4))
-    assert set(even.lacking) == {"host 0"}
+    assert set(even.lacking) == {"node 0"}
 
 
 def test_every_layer_is_a_round_trip() -> None:
@@ -170,7 +170,7 @@ def test_counts_of_hosts_are_checked(hosts: int) -> None:
 def test_command_prints_hosts_wire_and_time() -> None:
     line = ("--hosts", "4", "--net", "25Gb", "--ram", "256GB", "--machine", "epyc-zen5")
     code, text = kt("k2-thinking", *line)
-    assert code == 0 and "host 0: 0 to 95" in text and "hosts 1-3" in text and "MB a token" in text
+    assert code == 0 and "node 0: 0 to 95" in text and "nodes 1-3" in text and "MB a token" in text
     code, text = kt("kimi-k2", *line, "--serve")
     assert code == 2 and "no fit" in text and "remedy 1    5 hosts" in text
     code, text = kt("k2-thinking", *line, "--serve", "--json")

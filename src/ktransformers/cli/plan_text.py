@@ -84,13 +84,13 @@ def _rate_text(candidate: Candidate) -> str:
 
 
 def hosts_rows(candidate: Candidate, hosts: Hosts, machine: Machine) -> list[tuple[str, str]]:
-    where = "host 0" if candidate.time.first_token is not None else "every host"
+    where = "node 0" if candidate.time.first_token is not None else "every node"
     where = f"the GPU of {where}" if candidate.choice.gpus else where
     how = f"experts in {candidate.choice.format} on CPUs; attention and the rest on {where}"
     rows, first = [("how", how), ("partition", partition_text(hosts))], 0
     for memory, group in itertools.groupby(hosts.memory):  # one row for hosts with equal tables
         last = first + len(list(group)) - 1
-        name = f"host {first}" if last == first else f"hosts {first}-{last}"
+        name = f"node {first}" if last == first else f"nodes {first}-{last}"
         mapped = f"; {gigabytes(memory.mapped)} mapped" if memory.mapped else ""
         used = f"{gigabytes(memory.host_bytes)} of {gigabytes(machine.memory)}"
         rows.append((name, f"{used}: {table_line(memory.host)}{mapped}"))
@@ -106,7 +106,7 @@ def partition_text(hosts: Hosts) -> str:
     by_ids = hosts.form == "experts"
     ends = list(itertools.accumulate(hosts.shares))
     parts = [
-        f"host {host}: {end - share} to {end - 1}" if share else f"host {host}: none"
+        f"node {host}: {end - share} to {end - 1}" if share else f"node {host}: none"
         for host, (share, end) in enumerate(zip(hosts.shares, ends, strict=True))
     ]
     what = "experts of every layer by expert ids" if by_ids else "layers of experts by layers"

@@ -4,7 +4,7 @@ A module of transformers whose experts are packed carries one attribute of ours,
 `backend` computes batches of hidden states `[T, H]`, expert ids and routing weights `[T, k]`. There are four:
 `LocalExperts`; `PlacedExperts` (`place/placed_experts.py`), which divides experts between GPU and CPU;
 `ExchangedExperts` (`parallel/exchange.py`), whose experts other ranks have too; and `RemoteExperts`
-(`serve/hosts/remote_layer.py`), for inference with several hosts. `experts/operator.py` makes each of them an operator
+(`serve/nodes/remote_layer.py`), for inference with several nodes. `experts/operator.py` makes each of them an operator
 of autograd.
 """
 

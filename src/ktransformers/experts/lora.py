@@ -159,7 +159,7 @@ class MixedLora:
     experts itself; without them the CPU computes all experts."""
 
     rows: Tensor  # int32 [T], in the order of the hidden states: index into `adapters`, or -1
-    adapters: Sequence[_core.Adapter]  # of a layer on several hosts: `SharedLora` of serve/hosts/remote_layer.py
+    adapters: Sequence[_core.Adapter]  # of a layer on several nodes: `SharedLora` of serve/nodes/remote_layer.py
     factors: Sequence[ExpertLora] = ()
 
 

@@ -58,7 +58,7 @@ VARIABLES = (
     Variable(
         "KT_HOSTS_TOKEN",
         "a secret",
-        "that all hosts of one `kt serve` over several hosts know; needed unless rank 0 is at a loopback address",
+        "that all nodes of one `kt serve` over several nodes know; needed unless rank 0 is at a loopback address",
     ),
     Variable("API_HOST", "an address", "listening address of `kt serve` without --host"),
     Variable("API_PORT", "a port's number", "port of `kt serve` without --port"),

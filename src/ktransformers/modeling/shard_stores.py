@@ -1,5 +1,5 @@
 """One rank's experts of a model without the model around them: for a host that computes experts alone
-(`serve/hosts/expert_host.py`). Expert layers are found on a model of the meta device; no other weight is read."""
+(`serve/nodes/expert_node.py`). Expert layers are found on a model of the meta device; no other weight is read."""
 
 from __future__ import annotations
 

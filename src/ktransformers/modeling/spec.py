@@ -1,7 +1,7 @@
 """What a verb is told about a model, resolved once for all of them: the directory of a name (`locate_model`), the words
 of dtypes and devices, and `ModelSpec`, by which `open_model` (`modeling/load.py`) loads.
 
-`kt serve`, `kt train`, `kt eval`, `kt prove`, LLaMA-Factory, `kt_kernel.sft` and expert hosts fill a `ModelSpec` from
+`kt serve`, `kt train`, `kt eval`, `kt prove`, LLaMA-Factory, `kt_kernel.sft` and expert nodes fill a `ModelSpec` from
 their own flags, keys or arguments. Rules are of a higher layer: `operators/load.py` adds them to a spec."""
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from ktransformers.plan.memory import MemoryPlan
 SLOT_BYTES = 8  # of one expert of a row: int32 id, float32 routing weight
 WEIGHT_BYTES = 4  # of the gradient of a routing weight
 ADAPTER_BYTES = 4  # of a row's adapter index
-HEADER_BYTES = 64  # of a message (serve/hosts/wire.py)
+HEADER_BYTES = 64  # of a message (serve/nodes/wire.py)
 
 
 @dataclass(frozen=True)

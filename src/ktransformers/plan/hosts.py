@@ -1,4 +1,4 @@
-"""A workload on several hosts that share the routed experts: memory of every host, bytes on the wire, time, and the
+"""A workload on several nodes that share the routed experts: memory of every node, bytes on the wire, time, and the
 best partition that fits.
 
 Serving: host 0 has attention, routers, shared experts and the KV cache, and experts too; the others have experts alone.
@@ -268,7 +268,7 @@ def evaluate_hosts(
 ) -> Candidate:
     memory, lacking = _memory(model, work, choice, machine, form, shares), dict[str, int]()
     for place, of_host in enumerate(memory):
-        lacking |= lacking_bytes(of_host, machine, f"host {place}", f"host {place}: gpu")
+        lacking |= lacking_bytes(of_host, machine, f"node {place}", f"node {place}: gpu")
     if isinstance(work, Training):
         time, wire = _training(model, work, choice, machine, network, form, shares)
     else:

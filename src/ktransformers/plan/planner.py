@@ -47,7 +47,7 @@ class Candidate:
     choice: Choice
     memory: MemoryPlan
     time: PredictedTime
-    lacking: dict[str, int]  # "host", "gpu0" or "host 2: gpu0" -> bytes that are missing; empty: it fits
+    lacking: dict[str, int]  # "host", "gpu0" or "node 2: gpu0" -> bytes that are missing; empty: it fits
     hosts: Hosts | None = None  # of a plan over several machines; `memory` is then that of the first
 
     @property

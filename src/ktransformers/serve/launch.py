@@ -19,13 +19,13 @@ from ktransformers.modeling.pretrained import run_code_note
 from ktransformers.plan import Plan
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.forecast import choose_device, compare_at_end, compare_at_start, plan_server, workload_of
-from ktransformers.serve.hosts.options import HostOptions, read_hosts
+from ktransformers.serve.nodes.options import NodeOptions, read_nodes
 from ktransformers.serve.running import RunningServer, forget_server, record_server
 from ktransformers.serve.target import Target, resolve_target
 from ktransformers.serve.yaml_keys import with_yaml_keys
 
 if TYPE_CHECKING:
-    from ktransformers.serve.hosts.group import HostGroup
+    from ktransformers.serve.nodes.group import NodeGroup
 
 SHUTDOWN_SECONDS = 30  # for running requests after SIGTERM or Ctrl-C
 
@@ -98,7 +98,7 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan, on_ready: OnReady = lamb
     launch = with_environment(launch)
     target = resolve_target(launch.target)
     launch = with_yaml_keys(launch, target.keys)
-    hosts = read_hosts(launch)
+    hosts = read_nodes(launch)
     if hosts is not None and hosts.rank:
         serve_experts(launch, target, hosts, log)
         return
@@ -114,9 +114,9 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan, on_ready: OnReady = lamb
                 group.pool.close()
 
 
-def serve_experts(launch: Launch, target: Target, hosts: HostOptions, log: LogLine) -> HostGroup | None:
+def serve_experts(launch: Launch, target: Target, hosts: NodeOptions, log: LogLine) -> NodeGroup | None:
     """Rank 0: the group, once all hosts agree. Other ranks: None, when rank 0 has ended."""
-    from ktransformers.serve.hosts.group import start_group
+    from ktransformers.serve.nodes.group import start_group
 
     device = "cpu" if hosts.rank else choose_device(launch)
     work = workload_of(launch, target, device)
@@ -126,7 +126,7 @@ def serve_experts(launch: Launch, target: Target, hosts: HostOptions, log: LogLi
 def _serve_http(
     launch: Launch,
     target: Target,
-    group: HostGroup | None,
+    group: NodeGroup | None,
     listener: socket.socket,
     log: LogLine,
     show: ShowPlan,

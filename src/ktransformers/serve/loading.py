@@ -29,12 +29,12 @@ from ktransformers.quantized.weight import describe_quantized
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.forecast import choose_device, max_positions, memory_advice
 from ktransformers.serve.graphs.decode_graphs import attach_graphs
-from ktransformers.serve.hosts.remote_layer import connect_group
 from ktransformers.serve.http.limits import RequestLimits
 from ktransformers.serve.http.registry import Registry
 from ktransformers.serve.http.service import PrepareOptions, Service
 from ktransformers.serve.http.templates import ServedTemplates
 from ktransformers.serve.kv_tiers import TierRequest, make_tiers, open_tiers
+from ktransformers.serve.nodes.remote_layer import connect_group
 from ktransformers.serve.placement import (
     attach_experts,
     cache_tokens,
@@ -52,7 +52,7 @@ from ktransformers.serve.target import Target, as_trained, differences_from_trai
 
 if TYPE_CHECKING:
     from ktransformers.operators.plan import OperatorPlan
-    from ktransformers.serve.hosts.group import HostGroup
+    from ktransformers.serve.nodes.group import NodeGroup
 
 LogLine = Callable[[str], None]
 
@@ -64,7 +64,7 @@ def open_service(
     plan: Plan | None = None,
     *,
     many_requests: bool = False,
-    group: HostGroup | None = None,
+    group: NodeGroup | None = None,
 ) -> Service:
     """Load the model and assemble the service; its engine is not started yet. `many_requests`: prefixes are worth
     keeping in host memory of a machine with a GPU, unless the line says otherwise. `group`: hosts that have the other
@@ -79,7 +79,7 @@ def open_service(
 
 
 def _open_service(
-    launch: Launch, target: Target, log: LogLine, plan: Plan | None, many_requests: bool, group: HostGroup | None
+    launch: Launch, target: Target, log: LogLine, plan: Plan | None, many_requests: bool, group: NodeGroup | None
 ) -> Service:
     # Prepare: whatever can be refused without the model.
     device = choose_device(launch, plan)
@@ -145,7 +145,7 @@ def _open_service(
     if placement.placement is not None:
         engine.raise_launched = placement.placement.raise_launched
     if group is not None:
-        service.hosts, engine.unavailable = group.pool, group.pool.unavailable
+        service.nodes, engine.unavailable = group.pool, group.pool.unavailable
     if on_gpu and group is None:
         log(attach_graphs(forward, placement.placement, launch))
     service.attention_backend = "core" if not on_gpu else "torch" if forward.graphs is None else "triton"

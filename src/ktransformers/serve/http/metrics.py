@@ -96,9 +96,9 @@ def _tier_lines(tiers: Sequence[TierState]) -> Iterator[str]:
 
 def _host_lines(service: Service) -> Iterator[str]:
     """Of hosts with experts."""
-    if service.hosts is None:
+    if service.nodes is None:
         return
-    counters = service.hosts.counters()
+    counters = service.nodes.counters()
     for name, kind, meaning in (
         ("connected", "gauge", "Hosts with experts that are connected."),
         ("losses_total", "counter", "Connections to hosts with experts that were lost."),

@@ -77,7 +77,7 @@ class Service:
         self.kv_bytes_per_token = kv_bytes_per_token  # of keys and values
         self.attention_backend = ""  # of new tokens: core, triton or torch
         self.approximations: dict[str, int | str] = {}  # name -> value of settings that change results
-        self.hosts: Any = None  # HostPool of expert hosts, if there are any
+        self.nodes: Any = None  # NodePool of expert nodes, if there are any
         self.placement: Any = None  # ServedPlacement; writes the counts of routed tokens at the end
 
     def describe_cache(self) -> dict[str, Any]:

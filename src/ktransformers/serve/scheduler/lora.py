@@ -246,7 +246,7 @@ def _gpu_factors(pairs: Mapping[str, LoraPair]) -> ExpertLora:
 def _pack_experts(
     what: str, module: nn.Module, pairs: Mapping[str, LoraPair], read: Callable[[], Mapping[str, LoraPair]]
 ) -> Any:
-    """A packed adapter of the layer's store, or a `SharedLora` of several hosts."""
+    """A packed adapter of the layer's store, or a `SharedLora` of several nodes."""
     kt = experts_of(module)
     if kt.pack_lora is not None:
         return kt.pack_lora(what, pairs, read)

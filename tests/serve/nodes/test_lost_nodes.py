@@ -1,4 +1,4 @@
-"""Hosts that leave, do not answer, come back, or do not belong here: clean errors, no wrong answer, nothing that
+"""Nodes that leave, do not answer, come back, or do not belong here: clean errors, no wrong answer, nothing that
 hangs."""
 
 from __future__ import annotations
@@ -21,55 +21,55 @@ import pytest
 from ktransformers.experts.partition import by_experts
 from ktransformers.ground.errors import InputError
 from ktransformers.serve.flags import parse
-from ktransformers.serve.hosts.expert_host import connect
-from ktransformers.serve.hosts.handshake import Refused
-from ktransformers.serve.hosts.host_pool import HostPool
-from ktransformers.serve.hosts.options import HostOptions, make_partition, read_hosts
-from ktransformers.serve.hosts.wire import HEADER, MAGIC, Connection, ConnectionLost, Header, Kind
 from ktransformers.serve.identity import host_facts
+from ktransformers.serve.nodes.expert_node import connect
+from ktransformers.serve.nodes.handshake import Refused
+from ktransformers.serve.nodes.node_pool import NodePool
+from ktransformers.serve.nodes.options import NodeOptions, make_partition, read_nodes
+from ktransformers.serve.nodes.wire import HEADER, MAGIC, Connection, ConnectionLost, Header, Kind
 from ktransformers.serve.scheduler.engine import Unavailable
 from ktransformers.serve.target import resolve_target
-from tests.support.expert_hosts import TOKEN, HostThreads, host_threads, wait_for
+from tests.support.expert_nodes import TOKEN, NodeThreads, node_threads, wait_for
 from tests.support.serving import EXPERTS, LAYERS, EngineHarness, make_service, random_prompt, run_app
 
 TWO = by_experts(LAYERS, EXPERTS, 2)
 
 
 @pytest.fixture(scope="module")
-def hosts(model_directory: Path) -> Iterator[HostThreads]:
-    with host_threads(model_directory, TWO, seconds=2.0) as threads:
+def nodes(model_directory: Path) -> Iterator[NodeThreads]:
+    with node_threads(model_directory, TWO, seconds=2.0) as threads:
         yield threads
 
 
 @pytest.fixture(scope="module")
-def served_over_hosts(hosts: HostThreads, adapters: dict[str, Path]) -> EngineHarness:
-    return hosts.harness({name: adapters[name] for name in ("one", "two")})
+def served_over_nodes(nodes: NodeThreads, adapters: dict[str, Path]) -> EngineHarness:
+    return nodes.harness({name: adapters[name] for name in ("one", "two")})
 
 
-def restart(hosts: HostThreads) -> None:
-    hosts.hosts[1].start()
-    wait_for(lambda: not hosts.pool.unavailable())
+def restart(nodes: NodeThreads) -> None:
+    nodes.nodes[1].start()
+    wait_for(lambda: not nodes.pool.unavailable())
 
 
-def test_a_lost_host_ends_requests_and_comes_back(hosts: HostThreads, served_over_hosts: EngineHarness) -> None:
-    served, prompt = served_over_hosts, random_prompt(5, 20)
+def test_a_lost_node_ends_requests_and_comes_back(nodes: NodeThreads, served_over_nodes: EngineHarness) -> None:
+    served, prompt = served_over_nodes, random_prompt(5, 20)
     before = [served.alone(prompt, adapter).tokens for adapter in (None, "one")]
     engine = served.engine()
-    engine.unavailable = hosts.pool.unavailable
+    engine.unavailable = nodes.pool.unavailable
     engine.start()
     try:
         running = [served.sequence(prompt, adapter, max_tokens=400) for adapter in (None, "one")]
         engine.submit([sequence for sequence, _ in running])
         wait_for(lambda: all(len(recorded.events) > 3 for _, recorded in running))
-        hosts.hosts[1].stop()
+        nodes.nodes[1].stop()
         for _, recorded in running:
             wait_for(lambda recorded=recorded: recorded.finish is not None)
             assert recorded.finish == "unavailable"
-            assert "expert host 1 (127.0.0.1) is gone" in recorded.events[-1].error
-        with pytest.raises(Unavailable, match=r"expert host 1 .127.0.0.1. is gone.*refused until it is back"):
+            assert "expert node 1 (127.0.0.1) is gone" in recorded.events[-1].error
+        with pytest.raises(Unavailable, match=r"expert node 1 .127.0.0.1. is gone.*refused until it is back"):
             engine.submit([served.sequence(prompt)[0]])
         assert not engine.busy
-        restart(hosts)
+        restart(nodes)
         for adapter, tokens in zip((None, "one"), before, strict=True):
             sequence, recorded = served.sequence(prompt, adapter)
             engine.submit([sequence])
@@ -77,23 +77,23 @@ def test_a_lost_host_ends_requests_and_comes_back(hosts: HostThreads, served_ove
             assert recorded.tokens == tokens
     finally:
         engine.stop()
-    assert any("is connected again, with" in line for line in hosts.lines)
+    assert any("is connected again, with" in line for line in nodes.lines)
 
 
-def test_a_host_that_does_not_answer_is_gone(hosts: HostThreads, served_over_hosts: EngineHarness) -> None:
-    hosts.hosts[1].delay = 30.0  # after the next answer it is silent
+def test_a_node_that_does_not_answer_is_gone(nodes: NodeThreads, served_over_nodes: EngineHarness) -> None:
+    nodes.nodes[1].delay = 30.0  # after the next answer it is silent
     started = time.monotonic()
     try:
         with pytest.raises(Unavailable, match="no answer within 2 s"):
-            served_over_hosts.alone(random_prompt(6, 30), max_tokens=4)
+            served_over_nodes.alone(random_prompt(6, 30), max_tokens=4)
         assert time.monotonic() - started < 20
     finally:
-        host = hosts.hosts[1]
-        host.delay, host.stopping = 0.0, True
-    replaced = type(host)(hosts.directory, _shard(1), hosts.options)
-    hosts.hosts[1] = replaced
-    wait_for(lambda: not hosts.pool.unavailable())
-    assert served_over_hosts.alone(random_prompt(6, 30), max_tokens=4).finish == "length"
+        node = nodes.nodes[1]
+        node.delay, node.stopping = 0.0, True
+    replaced = type(node)(nodes.directory, _shard(1), nodes.options)
+    nodes.nodes[1] = replaced
+    wait_for(lambda: not nodes.pool.unavailable())
+    assert served_over_nodes.alone(random_prompt(6, 30), max_tokens=4).finish == "length"
 
 
 def _shard(rank: int) -> Any:
@@ -102,47 +102,47 @@ def _shard(rank: int) -> Any:
     return ExpertShard(TWO, rank)
 
 
-def test_idle_losses_are_noticed(hosts: HostThreads) -> None:
-    hosts.hosts[1].stop()
-    wait_for(lambda: "expert host 1" in hosts.pool.unavailable())
-    restart(hosts)
+def test_idle_losses_are_noticed(nodes: NodeThreads) -> None:
+    nodes.nodes[1].stop()
+    wait_for(lambda: "expert node 1" in nodes.pool.unavailable())
+    restart(nodes)
 
 
 def test_adapters_that_changed_on_disk_are_not_sent_again(
-    hosts: HostThreads, model_directory: Path, adapters: dict[str, Path], tmp_path: Path
+    nodes: NodeThreads, model_directory: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
     from ktransformers.serve.scheduler.lora import LoraModules
 
     copy = tmp_path / "adapter"
     shutil.copytree(adapters["one"], copy)
-    modules = LoraModules(hosts.load_model())
+    modules = LoraModules(nodes.load_model())
     loaded = modules.open(copy, "copy", 1, str(model_directory))
-    hosts.hosts[1].stop()
-    wait_for(lambda: bool(hosts.pool.unavailable()))
+    nodes.nodes[1].stop()
+    wait_for(lambda: bool(nodes.pool.unavailable()))
     with next(copy.glob("*.safetensors")).open("r+b") as file:  # in place: a replaced file stays open as it was
         data = bytearray(file.read())
         first = 8 + int.from_bytes(data[:8], "little")
         data[first::4] = bytes(byte ^ 1 for byte in data[first::4])
         file.seek(0)
         file.write(data)
-    hosts.hosts[1].start()
-    wait_for(lambda: "files that have changed" in hosts.pool.unavailable())
-    with pytest.raises(Unavailable, match="expert host 1"):
+    nodes.nodes[1].start()
+    wait_for(lambda: "files that have changed" in nodes.pool.unavailable())
+    with pytest.raises(Unavailable, match="expert node 1"):
         modules.open(adapters["two"], "two", 2, str(model_directory))
     del loaded
     gc.collect()
-    hosts.hosts[1].stop()
-    restart(hosts)
+    nodes.nodes[1].stop()
+    restart(nodes)
 
 
-def test_http_answers_503_and_names_the_host(
-    hosts: HostThreads, served_over_hosts: EngineHarness, adapters: dict[str, Path]
+def test_http_answers_503_and_names_the_node(
+    nodes: NodeThreads, served_over_nodes: EngineHarness, adapters: dict[str, Path]
 ) -> None:
     pytest.importorskip("fastapi")
     from ktransformers.serve.http.api import create_app
 
-    service = make_service(served_over_hosts, adapters)
-    service.hosts, service.engine.unavailable = hosts.pool, hosts.pool.unavailable
+    service = make_service(served_over_nodes, adapters)
+    service.nodes, service.engine.unavailable = nodes.pool, nodes.pool.unavailable
 
     def post(path: str, body: dict[str, Any]) -> tuple[int, Any]:
         request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
@@ -156,18 +156,18 @@ def test_http_answers_503_and_names_the_host(
     with run_app(create_app(service)) as url:
         status, first = post("/v1/completions", asked)
         assert status == 200
-        hosts.hosts[1].stop()
-        wait_for(lambda: bool(hosts.pool.unavailable()))
+        nodes.nodes[1].stop()
+        wait_for(lambda: bool(nodes.pool.unavailable()))
         status, answer = post("/v1/completions", asked)
         assert status == 503 and answer["error"]["code"] == "host_unavailable"
-        assert "expert host 1 (127.0.0.1)" in answer["error"]["message"] and "\n" not in answer["error"]["message"]
+        assert "expert node 1 (127.0.0.1)" in answer["error"]["message"] and "\n" not in answer["error"]["message"]
         loading = {"lora_name": "late", "lora_path": str(adapters["two"])}
         status, answer = post("/v1/load_lora_adapter", loading)
-        assert status == 503 and "expert host 1" in answer["error"]["message"]
+        assert status == 503 and "expert node 1" in answer["error"]["message"]
         with pytest.raises(urllib.error.HTTPError) as health:
             urllib.request.urlopen(url + "/health")
         assert health.value.code == 503 and json.loads(health.value.read())["status"] == "unavailable"
-        restart(hosts)
+        restart(nodes)
         assert post("/v1/load_lora_adapter", loading)[0] == 200
         status, again = post("/v1/completions", asked)
         assert status == 200 and again["choices"][0]["text"] == first["choices"][0]["text"]
@@ -188,24 +188,24 @@ def test_http_answers_503_and_names_the_host(
         ({}, "rank than 1, which is connected already"),
     ],
 )
-def test_hosts_that_differ_are_refused(hosts: HostThreads, change: dict[str, str], words: str) -> None:
-    facts = host_facts([hosts.directory], TWO, 1) | change
+def test_nodes_that_differ_are_refused(nodes: NodeThreads, change: dict[str, str], words: str) -> None:
+    facts = host_facts([nodes.directory], TWO, 1) | change
     with pytest.raises(Refused, match=words):
-        connect(hosts.options, TOKEN, facts, 5)
-    assert not hosts.pool.unavailable()
+        connect(nodes.options, TOKEN, facts, 5)
+    assert not nodes.pool.unavailable()
 
 
-def test_a_wrong_token_is_refused(hosts: HostThreads) -> None:
+def test_a_wrong_token_is_refused(nodes: NodeThreads) -> None:
     with pytest.raises(Refused, match="the same KT_HOSTS_TOKEN"):
-        connect(hosts.options, "another", host_facts([hosts.directory], TWO, 1), 5)
-    assert not hosts.pool.unavailable()
+        connect(nodes.options, "another", host_facts([nodes.directory], TWO, 1), 5)
+    assert not nodes.pool.unavailable()
 
 
-def test_strangers_do_not_disturb(hosts: HostThreads) -> None:
+def test_strangers_do_not_disturb(nodes: NodeThreads) -> None:
     for data in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, HEADER.pack(MAGIC, Kind.HELLO, 0, 0, 0, 0, 0, 0, 0, 2**60)):
-        with socket.create_connection((hosts.options.address, hosts.options.port)) as stranger:
+        with socket.create_connection((nodes.options.address, nodes.options.port)) as stranger:
             stranger.sendall(data)
-    assert not hosts.pool.unavailable()
+    assert not nodes.pool.unavailable()
 
 
 def test_two_models_that_differ_in_numbers_differ(model_directory: Path, tmp_path: Path) -> None:
@@ -222,24 +222,24 @@ def test_two_models_that_differ_in_numbers_differ(model_directory: Path, tmp_pat
 
 def test_rank_0_does_not_wait_for_ever_and_reports_refusals(model_directory: Path) -> None:
     facts = host_facts([model_directory], TWO, 0)
-    options = HostOptions(0, 2, "127.0.0.1", 0, TOKEN, 2.0)
-    pool = HostPool(options, facts, lambda _: None)
+    options = NodeOptions(0, 2, "127.0.0.1", 0, TOKEN, 2.0)
+    pool = NodePool(options, facts, lambda _: None)
     try:
-        with pytest.raises(InputError, match=r"nothing of host 1, expected a connection to 127.0.0.1:"):
-            pool.wait_for_hosts(0.3)
+        with pytest.raises(InputError, match=r"no connection of node 1 to 127.0.0.1:"):
+            pool.wait_for_nodes(0.3)
         with pytest.raises(InputError, match="a free port of rank 0"):
-            HostPool(replace(options, port=pool.port), facts, lambda _: None)
+            NodePool(replace(options, port=pool.port), facts, lambda _: None)
         port = replace(options, port=pool.port)
         with pytest.raises(Refused):
             connect(port, TOKEN, facts | {"rank": "1", "ktransformers": "0.0.1"}, 5)
-        with pytest.raises(InputError, match=r"host 1 .* with other settings, where ktransformers"):
-            pool.wait_for_hosts(5)
+        with pytest.raises(InputError, match=r"node 1 .* with other settings, where ktransformers"):
+            pool.wait_for_nodes(5)
     finally:
         pool.close()
 
 
-def test_a_host_gives_up_when_there_is_no_rank_0(model_directory: Path) -> None:
-    options = HostOptions(1, 2, "127.0.0.1", 1, TOKEN, 2.0)
+def test_a_node_gives_up_when_there_is_no_rank_0(model_directory: Path) -> None:
+    options = NodeOptions(1, 2, "127.0.0.1", 1, TOKEN, 2.0)
     with pytest.raises(InputError, match=r"no rank 0 at 127.0.0.1:1"):
         connect(options, TOKEN, host_facts([model_directory], TWO, 1), 0.1)
 
@@ -264,22 +264,22 @@ ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MAST
 def test_the_group_is_read_from_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KT_HOSTS_TOKEN", raising=False)
     launch = parse(["m"])
-    assert read_hosts(launch, {}) is None
-    options = read_hosts(launch, ENVIRONMENT)
+    assert read_nodes(launch, {}) is None
+    options = read_nodes(launch, ENVIRONMENT)
     assert options is not None
     assert (options.rank, options.ranks, options.address, options.port) == (1, 2, "127.0.0.1", 29512)
-    given = read_hosts(parse(["m", "--hosts-address", "localhost:99", "--hosts-timeout", "5"]), ENVIRONMENT)
+    given = read_nodes(parse(["m", "--hosts-address", "localhost:99", "--hosts-timeout", "5"]), ENVIRONMENT)
     assert given is not None and (given.address, given.port, given.seconds) == ("localhost", 99, 5.0)
     with pytest.raises(InputError, match="KT_HOSTS_TOKEN: given nothing"):
-        read_hosts(launch, ENVIRONMENT | {"MASTER_ADDR": "192.0.2.7"})
+        read_nodes(launch, ENVIRONMENT | {"MASTER_ADDR": "192.0.2.7"})
     monkeypatch.setenv("KT_HOSTS_TOKEN", "secret")
-    options = read_hosts(launch, ENVIRONMENT | {"MASTER_ADDR": "192.0.2.7"})
+    options = read_nodes(launch, ENVIRONMENT | {"MASTER_ADDR": "192.0.2.7"})
     assert options is not None and options.token == "secret"
     for wrong in ({"RANK": "2"}, {"RANK": ""}, {"WORLD_SIZE": "x"}):
         with pytest.raises(InputError, match="torchrun sets it"):
-            read_hosts(launch, ENVIRONMENT | wrong)
-    with pytest.raises(InputError, match="several hosts"):
-        read_hosts(parse(["m", "--hosts-address", "localhost:99"]), {})
+            read_nodes(launch, ENVIRONMENT | wrong)
+    with pytest.raises(InputError, match="several nodes"):
+        read_nodes(parse(["m", "--hosts-address", "localhost:99"]), {})
 
 
 @pytest.mark.parametrize("line", ["--kt-expert-partition bananas", "--hosts-timeout 0", "--hosts-timeout inf"])
@@ -289,7 +289,7 @@ def test_wrong_flags_are_refused(line: str) -> None:
 
 
 def test_partitions_of_the_launch_line(model_directory: Path, tmp_path: Path) -> None:
-    from ktransformers.serve.hosts.group import check_launch, shares_of
+    from ktransformers.serve.nodes.group import check_launch, shares_of
 
     target = resolve_target(str(model_directory))
 
@@ -305,7 +305,7 @@ def test_partitions_of_the_launch_line(model_directory: Path, tmp_path: Path) ->
     counts.write_text(json.dumps({name: [3, 3, 1, 1, 1, 1] for name in names}))
     frequency = ("--kt-expert-partition", "frequency", "--init-expert-location", str(counts))
     partition = make_partition(parse([str(model_directory), *frequency]), target, 2)
-    assert all(row[0] != row[1] for row in partition.owners), "the two busiest experts are on two hosts"
+    assert all(row[0] != row[1] for row in partition.owners), "the two busiest experts are on two nodes"
     with pytest.raises(InputError, match="init-expert-location"):
         made(2, "--kt-expert-partition", "frequency")
     for words in (("--first-host-experts", "6"), ("--first-host-experts", "-1")):

@@ -1,6 +1,6 @@
-"""Messages between rank 0 and expert hosts: a fixed binary header of 64 bytes, then as many bytes as it says.
+"""Messages between rank 0 and expert nodes: a fixed binary header of 64 bytes, then as many bytes as it says.
 
-Plain TCP instead of torch.distributed, because a lost peer breaks a gloo group for good, while here a host may leave
+Plain TCP instead of torch.distributed, because a lost peer breaks a gloo group for good, while here a node may leave
 and come back. Nothing is pickled: a payload is the bytes of tensors, or JSON of a bounded size. All numbers are little
 endian. Every operation has a deadline; a connection that misses it, or that closes, raises `ConnectionLost` and is
 closed, because a late answer would be taken for that to the next message.
@@ -8,14 +8,14 @@ closed, because a late answer would be taken for that to the next message.
 | kind | from | payload |
 |---|---|---|
 | CHALLENGE, HELLO, WELCOME, REFUSED | both | the handshake (`handshake.py`) |
-| READY | host | none: its experts are loaded |
+| READY | node | none: its experts are loaded |
 | FORWARD | rank 0 | hidden `[rows, H]`, weights float32 `[rows, k]`, ids int32 `[rows, k]`, with LoRA int32 `[rows]` |
-| RESULT | host | `[rows, H]` in the dtype of the hidden states |
-| LOAD | rank 0 | LoRA factors of the host's experts of one layer (`adapter_wire.py`) |
+| RESULT | node | `[rows, H]` in the dtype of the hidden states |
+| LOAD | rank 0 | LoRA factors of the node's experts of one layer (`adapter_wire.py`) |
 | UNLOAD | rank 0 | none; `handle` names what LOAD sent |
 | PING | rank 0 | none |
-| DONE | host | none: the answer to LOAD, UNLOAD and PING |
-| FAILED | host | text: the message could not be computed; the connection stays |
+| DONE | node | none: the answer to LOAD, UNLOAD and PING |
+| FAILED | node | text: the message could not be computed; the connection stays |
 | BYE | rank 0 | none: the server ends |
 """
 

@@ -1,5 +1,5 @@
-"""`kt serve` under torchrun, one launcher for each host as on several machines: equal answers, and a soak test in which
-an expert host is killed and restarted under load. KT_SOAK_SECONDS sets its length, KT_SOAK_RECORD names a file for what
+"""`kt serve` under torchrun, one launcher for each node as on several machines: equal answers, and a soak test in which
+an expert node is killed and restarted under load. KT_SOAK_SECONDS sets its length, KT_SOAK_RECORD names a file for what
 was counted."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def free_port() -> int:
 
 
 class Node:
-    """One host: torchrun and the process that it starts."""
+    """One node: torchrun and the process that it starts."""
 
     def __init__(self, rank: int, nodes: int, port: int, address: str, *words: str) -> None:
         launcher = ["-m", "torch.distributed.run", "--nnodes", str(nodes), "--node-rank", str(rank)]
@@ -71,7 +71,7 @@ class Node:
         return [int(child) for child in children.split()]
 
     def kill(self) -> None:
-        """The host is gone: launcher and worker."""
+        """The node is gone: launcher and worker."""
         for process in (*self.workers(), self.process.pid):
             os.kill(process, signal.SIGKILL)
         self.process.wait()
@@ -123,7 +123,7 @@ def test_answers_under_torchrun_equal_those_of_one_process(model_directory: Path
             assert status == 200 and choice["text"] == one["text"]
             pairs = zip(choice["logprobs"]["token_logprobs"], one["logprobs"]["token_logprobs"], strict=True)
             assert all(abs(first - second) < 1e-5 for first, second in pairs)
-        started[0].wait_for("2 layers of experts over 3 hosts")
+        started[0].wait_for("2 layers of experts over 3 nodes")
         (worker,) = started[0].workers()
         os.kill(worker, signal.SIGTERM)
         for rank in (1, 2):  # their launchers wait for that of rank 0, which has failed by its signal
@@ -159,7 +159,7 @@ class Load:
                 self.wrong.append(f"{prompt!r} to {name}: {answer['choices'][0]['text']!r}")
             elif status == 503:
                 message = answer["error"]["message"]
-                if answer["error"]["code"] != "host_unavailable" or "expert host 1 (" not in message:
+                if answer["error"]["code"] != "host_unavailable" or "expert node 1 (" not in message:
                     self.wrong.append(message)
                 time.sleep(0.2)
             elif status != 200:
@@ -172,7 +172,7 @@ class Load:
 
 
 @pytest.mark.soak
-def test_soak_with_a_host_that_is_killed_and_restarted(model_directory: Path, adapters: dict[str, Path]) -> None:
+def test_soak_with_a_node_that_is_killed_and_restarted(model_directory: Path, adapters: dict[str, Path]) -> None:
     pytest.importorskip("fastapi")
     seconds = float(os.environ.get("KT_SOAK_SECONDS", "60"))
     with nodes(model_directory, 3, "--lora-paths", f"one={adapters['one']}") as (url, started, start):

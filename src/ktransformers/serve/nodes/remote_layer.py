@@ -1,8 +1,8 @@
-"""One layer of experts whose stores are on several hosts: the `ExpertBackend` of rank 0.
+"""One layer of experts whose stores are on several nodes: the `ExpertBackend` of rank 0.
 
-A row goes to every host that has at least one of its experts, with ids in the order of that host's store (-1 for all
+A row goes to every node that has at least one of its experts, with ids in the order of that node's store (-1 for all
 others). Rank 0 computes its own experts while the others compute; then partial sums are added in float32 in the order
-of ranks, so that a token's result does not depend on which host answers first. A host without rows gets no message.
+of ranks, so that a token's result does not depend on which node answers first. A node without rows gets no message.
 `SharedLora` is an adapter of one layer: rank 0's factors packed here, those of the others sent to them."""
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ktransformers.experts.partition import LayerShard
 from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.errors import InputError
 from ktransformers.parallel.exchange import RoutingTable
-from ktransformers.serve.hosts.adapter_wire import encode_pairs, select_experts
-from ktransformers.serve.hosts.host_pool import HostPool, Parts
-from ktransformers.serve.hosts.wire import DTYPES, Header, Kind, dtype_code, tensor_bytes
+from ktransformers.serve.nodes.adapter_wire import encode_pairs, select_experts
+from ktransformers.serve.nodes.node_pool import NodePool, Parts
+from ktransformers.serve.nodes.wire import DTYPES, Header, Kind, dtype_code, tensor_bytes
 
 ReadPairs = Callable[[], Mapping[str, LoraPair]]
 
 
 class SharedLora:
-    """LoRA of one layer's experts on all hosts. Factors of other hosts are not kept here: a host that comes back gets
+    """LoRA of one layer's experts on all nodes. Factors of other nodes are not kept here: a node that comes back gets
     them from the adapter's files, which must not have changed."""
 
     def __init__(self, what: str, layer: RemoteExperts, pairs: Mapping[str, LoraPair], read: ReadPairs) -> None:
         self._what, self._layer, self._read = what, layer, read
-        self._pairs: Mapping[str, LoraPair] | None = pairs  # until all hosts have theirs
+        self._pairs: Mapping[str, LoraPair] | None = pairs  # until all nodes have theirs
         self._digest = _hash_pairs(pairs)
         self.handle = layer.pool.new_handle()
         self.local: _core.Adapter | None = None
@@ -58,7 +58,7 @@ class SharedLora:
             pairs = self._read()
             if _hash_pairs(pairs) != self._digest:
                 given = "files that have changed since they were loaded"
-                raise InputError(self._what, given, "those that other hosts have", "unload the adapter, or restore it")
+                raise InputError(self._what, given, "those that other nodes have", "unload the adapter, or restore it")
         parts = encode_pairs(self._what, select_experts(pairs, experts))
         return Header(Kind.LOAD, layer=self._layer.number, handle=self.handle), parts
 
@@ -81,7 +81,7 @@ class RemoteExperts:
 
     copies_gradients, device = False, CPU
 
-    def __init__(self, number: int, store: ExpertStore | None, shard: LayerShard, pool: HostPool) -> None:
+    def __init__(self, number: int, store: ExpertStore | None, shard: LayerShard, pool: NodePool) -> None:
         self.number, self.store, self.shard, self.pool = number, store, shard, pool
         self._table = RoutingTable(shard)
 
@@ -107,7 +107,7 @@ class RemoteExperts:
         return total.to(hidden.dtype)
 
     def forward(self, batch: ExpertBatch, retain: bool) -> tuple[Tensor, Saved]:
-        raise InputError("experts", "a pass with gradients", "inference", "load the model without hosts to train it")
+        raise InputError("experts", "a pass with gradients", "inference", "load the model without nodes to train it")
 
     def backward(self, batch: ExpertBatch, grad_out: Tensor, saved: Saved, factor_grads: bool) -> ExpertGradients:
         raise NotImplementedError("`forward` refuses gradients")
@@ -161,8 +161,8 @@ def _shared(adapter: object) -> SharedLora:
     return adapter
 
 
-def attach_hosts(model: nn.Module, pool: HostPool) -> int:
-    """Let the model's experts be computed by rank 0 and its hosts; returns the number of layers."""
+def attach_nodes(model: nn.Module, pool: NodePool) -> int:
+    """Let the model's experts be computed by rank 0 and its nodes; returns the number of layers."""
     layers = [experts_of(module) for module in expert_modules(model).values()]
     for number, kt in enumerate(layers):
         assert kt.shard is not None
@@ -171,9 +171,9 @@ def attach_hosts(model: nn.Module, pool: HostPool) -> int:
     return len(layers)
 
 
-def connect_group(model: nn.Module, pool: HostPool, log: Callable[[str], None]) -> None:
-    """Let the model's experts be computed with the other hosts, once these have loaded theirs."""
-    log("waiting for the expert hosts to load")
+def connect_group(model: nn.Module, pool: NodePool, log: Callable[[str], None]) -> None:
+    """Let the model's experts be computed with the other nodes, once these have loaded theirs."""
+    log("waiting for the expert nodes to load")
     pool.wait_until_ready()
-    layers = attach_hosts(model, pool)
-    log(f"{layers} layers of experts over {len(pool.hosts) + 1} hosts")
+    layers = attach_nodes(model, pool)
+    log(f"{layers} layers of experts over {len(pool.nodes) + 1} nodes")

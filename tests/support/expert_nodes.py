@@ -1,4 +1,4 @@
-"""Expert hosts as threads of the test's process: real sockets, real stores, one model directory."""
+"""Expert nodes as threads of the test's process: real sockets, real stores, one model directory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ktransformers.experts.partition import ExpertPartition, ExpertShard
 from ktransformers.modeling.shard_stores import load_shard
 from ktransformers.modeling.spec import ModelSpec
 from ktransformers.nn import load_model
-from ktransformers.serve.hosts.expert_host import ExpertHost, connect
-from ktransformers.serve.hosts.host_pool import HostPool
-from ktransformers.serve.hosts.options import HostOptions
-from ktransformers.serve.hosts.remote_layer import attach_hosts
-from ktransformers.serve.hosts.wire import Connection, ConnectionLost, Header, Kind
 from ktransformers.serve.identity import host_facts
+from ktransformers.serve.nodes.expert_node import ExpertNode, connect
+from ktransformers.serve.nodes.node_pool import NodePool
+from ktransformers.serve.nodes.options import NodeOptions
+from ktransformers.serve.nodes.remote_layer import attach_nodes
+from ktransformers.serve.nodes.wire import Connection, ConnectionLost, Header, Kind
 from tests.support.serving import EngineHarness
 
 TOKEN = "of this test"
@@ -34,13 +34,13 @@ def wait_for(condition: Any, seconds: float = 20) -> None:
     assert condition()
 
 
-class ThreadHost:
-    """One host; `stop` ends it as a killed process ends: the socket closes."""
+class ThreadNode:
+    """One node; `stop` ends it as a killed process ends: the socket closes."""
 
-    def __init__(self, directory: Path, shard: ExpertShard, options: HostOptions) -> None:
+    def __init__(self, directory: Path, shard: ExpertShard, options: NodeOptions) -> None:
         self.options = replace(options, rank=shard.rank)
         self.facts = host_facts([directory], shard.partition, shard.rank)
-        self.host = ExpertHost(load_shard(ModelSpec(directory, shard=shard)))
+        self.node = ExpertNode(load_shard(ModelSpec(directory, shard=shard)))
         self.stopping = False
         self.connection: Connection | None = None
         self.delay = 0.0  # before every answer
@@ -54,10 +54,10 @@ class ThreadHost:
     def _run(self) -> None:
         try:
             self.connection = connect(self.options, TOKEN, self.facts, 20)
-            self.host.adapters.clear()
+            self.node.adapters.clear()
             self.connection.send(Header(Kind.READY), seconds=5)
             with torch.inference_mode():
-                while self.host.answer(self.connection, 5) and not self.stopping:
+                while self.node.answer(self.connection, 5) and not self.stopping:
                     time.sleep(self.delay)
         except ConnectionLost:
             return
@@ -69,21 +69,21 @@ class ThreadHost:
         self.thread.join(10)
 
 
-class HostThreads:
+class NodeThreads:
     def __init__(self, directory: Path, partition: ExpertPartition, seconds: float = 20.0) -> None:
         self.directory, self.partition, self.lines = directory, partition, list[str]()
-        options = HostOptions(0, partition.ranks, "127.0.0.1", 0, TOKEN, seconds)
-        self.pool = HostPool(options, host_facts([directory], partition, 0), self.lines.append)
+        options = NodeOptions(0, partition.ranks, "127.0.0.1", 0, TOKEN, seconds)
+        self.pool = NodePool(options, host_facts([directory], partition, 0), self.lines.append)
         self.options = replace(options, port=self.pool.port)
-        self.hosts = {
-            rank: ThreadHost(directory, ExpertShard(partition, rank), self.options)
+        self.nodes = {
+            rank: ThreadNode(directory, ExpertShard(partition, rank), self.options)
             for rank in range(1, partition.ranks)
         }
         self.pool.wait_until_ready()
 
     def load_model(self, dtype: torch.dtype = torch.float32) -> Any:
         model = load_model(self.directory, dtype=dtype, shard=ExpertShard(self.partition, 0))
-        attach_hosts(model, self.pool)
+        attach_nodes(model, self.pool)
         return model
 
     def harness(self, adapters: dict[str, Path]) -> EngineHarness:
@@ -91,13 +91,13 @@ class HostThreads:
 
     def close(self) -> None:
         self.pool.close()
-        for host in self.hosts.values():
-            host.stop()
+        for node in self.nodes.values():
+            node.stop()
 
 
 @contextmanager
-def host_threads(directory: Path, partition: ExpertPartition, seconds: float = 20.0) -> Iterator[HostThreads]:
-    threads = HostThreads(directory, partition, seconds)
+def node_threads(directory: Path, partition: ExpertPartition, seconds: float = 20.0) -> Iterator[NodeThreads]:
+    threads = NodeThreads(directory, partition, seconds)
     try:
         yield threads
     finally:

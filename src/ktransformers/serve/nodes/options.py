@@ -1,8 +1,8 @@
-"""The group of hosts that a launch line belongs to: rank and size from torchrun's variables, address and token, and the
+"""The group of nodes that a launch line belongs to: rank and size from torchrun's variables, address and token, and the
 partition of the experts.
 
 Rank 0 listens on `--hosts-address`, by default MASTER_ADDR and the port after MASTER_PORT, which torchrun uses itself;
-without MASTER_ADDR on 127.0.0.1. Expert hosts connect to it. The token of the launch is KT_HOSTS_TOKEN; on a loopback
+without MASTER_ADDR on 127.0.0.1. Expert nodes connect to it. The token of the launch is KT_HOSTS_TOKEN; on a loopback
 address torchrun's run id is enough.
 """
 
@@ -25,22 +25,22 @@ DEFAULT_ADDRESS, DEFAULT_PORT = "127.0.0.1", 29500  # of MASTER_ADDR and MASTER_
 
 
 @dataclass(frozen=True)
-class HostOptions:
+class NodeOptions:
     rank: int
     ranks: int
     address: str  # of rank 0
     port: int
     token: str
-    seconds: float  # that an answer of a host may take
+    seconds: float  # that an answer of a node may take
 
 
-def read_hosts(launch: Launch, environment: Mapping[str, str] | None = None) -> HostOptions | None:
+def read_nodes(launch: Launch, environment: Mapping[str, str] | None = None) -> NodeOptions | None:
     """None: a server of one process."""
     variables = os.environ if environment is None else environment
     ranks = _number(variables, "WORLD_SIZE", 1)
     if ranks < 2:
         if launch.hosts_address is not None:
-            raise InputError("hosts-address", launch.hosts_address, "several hosts", "start every host with torchrun")
+            raise InputError("hosts-address", launch.hosts_address, "several nodes", "start every node with torchrun")
         return None
     rank = _number(variables, "RANK", -1)
     if not 0 <= rank < ranks:
@@ -50,9 +50,9 @@ def read_hosts(launch: Launch, environment: Mapping[str, str] | None = None) -> 
     if not token and _is_loopback(address):
         token = f"loopback {variables.get('TORCHELASTIC_RUN_ID', '')}"
     if not token:
-        remedy = "export the same KT_HOSTS_TOKEN on every host: python -c 'import secrets; print(secrets.token_hex())'"
+        remedy = "export the same KT_HOSTS_TOKEN on every node: python -c 'import secrets; print(secrets.token_hex())'"
         raise InputError("KT_HOSTS_TOKEN", "nothing", f"a secret, because {address} is no loopback address", remedy)
-    return HostOptions(rank, ranks, address, port, token, launch.hosts_timeout)
+    return NodeOptions(rank, ranks, address, port, token, launch.hosts_timeout)
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:
@@ -81,13 +81,13 @@ def _is_loopback(address: str) -> bool:
 
 
 def make_partition(launch: Launch, target: Target, ranks: int) -> ExpertPartition:
-    """The experts of the model over all hosts, from its configuration and the launch line."""
+    """The experts of the model over all nodes, from its configuration and the launch line."""
     from ktransformers.experts.contract import expert_modules, read_contract
     from ktransformers.modeling.skeleton import meta_model
 
     modules = expert_modules(meta_model(target.model))
     if not modules:
-        raise InputError("model", f"{target.model}, which has no experts", "experts to divide over several hosts")
+        raise InputError("model", f"{target.model}, which has no experts", "experts to divide over several nodes")
     counts = [read_contract(name, module).shape.num_experts for name, module in modules.items()]
     if len(set(counts)) > 1:
         raise InputError("model", f"layers of {min(counts)} to {max(counts)} experts", "as many in every layer")
@@ -104,7 +104,7 @@ def make_partition(launch: Launch, target: Target, ranks: int) -> ExpertPartitio
 def _with_first_share(layers: int, experts: int, ranks: int, first: int) -> ExpertPartition:
     """So many experts of every layer on rank 0, the rest in even ranges on the others."""
     if not 0 <= first <= experts - (ranks - 1):
-        expected = f"0 to {experts - ranks + 1}, so that {ranks - 1} other hosts have experts of {experts}"
+        expected = f"0 to {experts - ranks + 1}, so that {ranks - 1} other nodes have experts of {experts}"
         raise InputError("first-host-experts", first, expected)
     others = by_experts(layers, experts - first, ranks - 1).owners
     return ExpertPartition(tuple((0,) * first + tuple(owner + 1 for owner in row) for row in others), ranks)

@@ -1,4 +1,4 @@
-"""Experts on several hosts give what one process gives: layers alone, whole answers, mixed adapters, chunks."""
+"""Experts on several nodes give what one process gives: layers alone, whole answers, mixed adapters, chunks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ktransformers.experts.partition import ExpertPartition, by_experts, by_laye
 from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.plan.exchange import forward_row, layer_exchange
-from tests.support.expert_hosts import HostThreads, host_threads, wait_for
+from tests.support.expert_nodes import NodeThreads, node_threads, wait_for
 from tests.support.serving import EXPERTS, HIDDEN, LAYERS, EngineHarness, random_prompt
 
 FIRST_NONE = ExpertPartition(((1, 1, 1, 2, 2, 2),) * LAYERS, 3)  # rank 0 has no experts
@@ -31,13 +31,13 @@ PARTITIONS = {
 
 
 @pytest.fixture(scope="module")
-def three(model_directory: Path) -> Iterator[HostThreads]:
-    with host_threads(model_directory, SCATTERED) as hosts:
-        yield hosts
+def three(model_directory: Path) -> Iterator[NodeThreads]:
+    with node_threads(model_directory, SCATTERED) as nodes:
+        yield nodes
 
 
 @pytest.fixture(scope="module")
-def layers(three: HostThreads, model_directory: Path) -> list[tuple[Any, Any]]:
+def layers(three: NodeThreads, model_directory: Path) -> list[tuple[Any, Any]]:
     """(remote layer, store with all experts) of every layer."""
     whole = expert_modules(load_model(model_directory, dtype=torch.float32)).values()
     remote = expert_modules(three.load_model()).values()
@@ -59,7 +59,7 @@ def test_a_layer_equals_one_store(layers: list[tuple[Any, Any]], tokens: int) ->
         assert out.dtype == hidden.dtype and out.shape == hidden.shape
 
 
-def test_16_bits_are_rounded_once_for_each_host(layers: list[tuple[Any, Any]]) -> None:
+def test_16_bits_are_rounded_once_for_each_node(layers: list[tuple[Any, Any]]) -> None:
     remote, store = layers[0]
     hidden, ids, weights = batch(40, torch.bfloat16)
     out, expected = apply_experts(remote, hidden, ids, weights), store.forward(hidden, ids, weights)
@@ -76,23 +76,23 @@ def test_ids_of_no_expert_add_nothing(layers: list[tuple[Any, Any]]) -> None:
     assert not out[5].any() and not out[7].any()
 
 
-def test_hosts_without_rows_get_no_message(three: HostThreads, layers: list[tuple[Any, Any]]) -> None:
+def test_nodes_without_rows_get_no_message(three: NodeThreads, layers: list[tuple[Any, Any]]) -> None:
     remote, store = layers[0]
-    before = {rank: host.host.rows for rank, host in three.hosts.items()}
+    before = {rank: node.node.rows for rank, node in three.nodes.items()}
     hidden, ids, weights = batch(9)
     ids[:] = torch.tensor([2, 3])  # of rank 1
     torch.testing.assert_close(
         apply_experts(remote, hidden, ids, weights), store.forward(hidden, ids, weights), rtol=1e-5, atol=1e-5
     )
-    assert {rank: host.host.rows - before[rank] for rank, host in three.hosts.items()} == {1: 9, 2: 0}
+    assert {rank: node.node.rows - before[rank] for rank, node in three.nodes.items()} == {1: 9, 2: 0}
     ids[:] = torch.tensor([1, 4])  # of rank 0
     apply_experts(remote, hidden, ids, weights)
-    assert {rank: host.host.rows - before[rank] for rank, host in three.hosts.items()} == {1: 9, 2: 0}
+    assert {rank: node.node.rows - before[rank] for rank, node in three.nodes.items()} == {1: 9, 2: 0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_on_the_wire_are_those_of_the_plan(
-    three: HostThreads, layers: list[tuple[Any, Any]], dtype: torch.dtype
+    three: NodeThreads, layers: list[tuple[Any, Any]], dtype: torch.dtype
 ) -> None:
     remote, _ = layers[0]
     hidden, ids, weights = batch(2000, dtype)
@@ -117,20 +117,20 @@ def test_answers_equal_those_of_one_process(
     """The base and three adapters in one batch, prompts in chunks."""
     asked = [(random_prompt(7, 40), None), (random_prompt(8, 23), "one"), (random_prompt(9, 31), "two")]
     asked += [(random_prompt(10, 5), "attention"), (random_prompt(11, 1), "one")]
-    with host_threads(model_directory, PARTITIONS[name]) as hosts:
-        served = hosts.harness(adapters)
+    with node_threads(model_directory, PARTITIONS[name]) as nodes:
+        served = nodes.harness(adapters)
         results = []
         for one in (harness, served):
             pairs = [one.sequence(prompt, adapter) for prompt, adapter in asked]
             one.run(one.engine(chunked_prefill_size=16), *(sequence for sequence, _ in pairs))
             results.append([recorded for _, recorded in pairs])
-        assert sum(host.host.rows for host in hosts.hosts.values()) > 100
-    for alone, over_hosts in zip(*results, strict=True):
-        same(alone, over_hosts)
+        assert sum(node.node.rows for node in nodes.nodes.values()) > 100
+    for alone, over_nodes in zip(*results, strict=True):
+        same(alone, over_nodes)
 
 
 def test_adapters_come_and_go_while_requests_run(
-    three: HostThreads, harness: EngineHarness, model_directory: Path, adapters: dict[str, Path]
+    three: NodeThreads, harness: EngineHarness, model_directory: Path, adapters: dict[str, Path]
 ) -> None:
     served = three.harness({})
     expected = harness.alone(random_prompt(3, 12), "two", max_tokens=4)
@@ -145,7 +145,7 @@ def test_adapters_come_and_go_while_requests_run(
             engine.submit([sequence])
             wait_for(lambda recorded=recorded: recorded.finish is not None)
             same(expected, recorded)
-            assert all(len(host.host.adapters) <= version * LAYERS for host in three.hosts.values())
+            assert all(len(node.node.adapters) <= version * LAYERS for node in three.nodes.values())
             del sequence
         for _, recorded in running:
             wait_for(lambda recorded=recorded: recorded.finish is not None)
@@ -157,7 +157,7 @@ def test_adapters_come_and_go_while_requests_run(
     import gc
 
     gc.collect()
-    wait_for(lambda: all(not host.host.adapters for host in three.hosts.values()))
+    wait_for(lambda: all(not node.node.adapters for node in three.nodes.values()))
 
 
 def test_an_adapter_of_other_experts_is_refused(layers: list[tuple[Any, Any]]) -> None:

@@ -1,8 +1,8 @@
-"""A launch line of `kt serve` that belongs to a group of hosts: everything is checked before anything is loaded, then
-rank 0 becomes the server and the other ranks hosts of experts.
+"""A launch line of `kt serve` that belongs to a group of nodes: everything is checked before anything is loaded, then
+rank 0 becomes the server and the other ranks nodes of experts.
 
-Refused at once: placement on GPUs, which needs all experts in one process; a partition that leaves a host without
-experts; less memory than the host's part needs; on rank 0 a port in use; hosts that differ."""
+Refused at once: placement on GPUs, which needs all experts in one process; a partition that leaves a node without
+experts; less memory than the node's part needs; on rank 0 a port in use; nodes that differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ktransformers.experts.partition import ExpertPartition, ExpertShard
 from ktransformers.ground.errors import InputError
-from ktransformers.ground.options.placement import read_options
+from ktransformers.ground.options.placement import PlacementOptions, read_options
 from ktransformers.ground.pool import pool_for
 from ktransformers.modeling.shard_stores import ShardLayer, load_shard
 from ktransformers.modeling.spec import ModelSpec
@@ -21,10 +21,10 @@ from ktransformers.plan.formats import counted_as
 from ktransformers.plan.hosts import BY_EXPERTS, BY_LAYERS, evaluate_hosts, hosts_of, parse_network
 from ktransformers.plan.workload import Choice, Serving
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.hosts.expert_host import run_expert_host
-from ktransformers.serve.hosts.host_pool import HostPool
-from ktransformers.serve.hosts.options import HostOptions, make_partition
 from ktransformers.serve.identity import host_facts
+from ktransformers.serve.nodes.expert_node import run_expert_node
+from ktransformers.serve.nodes.node_pool import NodePool
+from ktransformers.serve.nodes.options import NodeOptions, make_partition
 from ktransformers.serve.target import Target
 
 ALLOWED_PLACEMENT = {"init_expert_location", "kt_record_experts"}  # that do not place experts
@@ -33,28 +33,24 @@ LogLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class HostGroup:
-    """Rank 0's hosts, and its own part of the experts."""
+class NodeGroup:
+    """Rank 0's nodes, and its own part of the experts."""
 
-    pool: HostPool
+    pool: NodePool
     shard: ExpertShard
 
 
 def check_launch(launch: Launch, target: Target) -> None:
-    """Flags, and keys of a YAML file, that several hosts have no answer to."""
-    options = read_options(launch.place, target.keys)
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if (
-            field.name not in ALLOWED_PLACEMENT
-            and value != field.default
-            and (field.name, value) != ("kt_place", "cpu")
-        ):
-            raise InputError(field.name, value, "none with several hosts: experts stay on their CPUs")
+    """Flags, and keys of a YAML file, that several nodes have no answer to."""
+    options, defaults = read_options(launch.place, target.keys), PlacementOptions()
+    for name in {field.name for field in fields(options)} - ALLOWED_PLACEMENT:
+        value = getattr(options, name)
+        if value != getattr(defaults, name) and (name, value) != ("kt_place", "cpu"):
+            raise InputError(name, value, "none with several nodes: experts stay on their CPUs")
     if launch.pages != "lazy":
-        raise InputError(f"--{launch.pages}", "several hosts", "packed experts whose pages are read when they are used")
+        raise InputError(f"--{launch.pages}", "several nodes", "packed experts whose pages are read when they are used")
     if (launch.gpus or 1) > 1:
-        raise InputError("tensor-parallel-size", launch.gpus, "one GPU on rank 0 with several hosts")
+        raise InputError("tensor-parallel-size", launch.gpus, "one GPU on rank 0 with several nodes")
 
 
 def paths_of(launch: Launch, target: Target) -> list[Path]:
@@ -63,7 +59,7 @@ def paths_of(launch: Launch, target: Target) -> list[Path]:
 
 
 def shares_of(partition: ExpertPartition) -> tuple[str, tuple[int, ...]]:
-    """The partition in the planner's words: its form, and experts of a layer, or layers, by host."""
+    """The partition in the planner's words: its form, and experts of a layer, or layers, by node."""
     first = partition.owners[0]
     if all(len(set(row)) == 1 for row in partition.owners):
         owners = [row[0] for row in partition.owners]
@@ -72,7 +68,7 @@ def shares_of(partition: ExpertPartition) -> tuple[str, tuple[int, ...]]:
 
 
 def require_memory(launch: Launch, target: Target, work: Serving, shard: ExpertShard, gpus: int, log: LogLine) -> None:
-    """Refuse a part that does not fit into this host's memory, unless --force is given."""
+    """Refuse a part that does not fit into this node's memory, unless --force is given."""
     from ktransformers.plan.calibrate import this_machine
 
     try:
@@ -81,7 +77,7 @@ def require_memory(launch: Launch, target: Target, work: Serving, shard: ExpertS
         log(f"no plan of memory and time: {error}")
         return
     machine = machine if gpus else with_gpus(machine, "none")
-    (form, shares), name = shares_of(shard.partition), f"host {shard.rank}"
+    (form, shares), name = shares_of(shard.partition), f"node {shard.rank}"
     choice = Choice(counted_as(shape.stored), gpus)
     candidate = evaluate_hosts(shape, work, choice, machine, parse_network(DEFAULT_NETWORK), form, shares)
     planned = hosts_of(candidate).memory[shard.rank].host_bytes
@@ -89,31 +85,31 @@ def require_memory(launch: Launch, target: Target, work: Serving, shard: ExpertS
     missing = {place: size for place, size in candidate.lacking.items() if place.partition(":")[0] == name}
     if missing and not launch.force:
         given = f"{sum(missing.values()) / 1e9:.1f} GB too little memory"
-        remedy = "more hosts, --first-host-experts, or --force; `kt plan --hosts` compares"
+        remedy = "more nodes, --first-host-experts, or --force; `kt plan --hosts` compares"
         raise InputError(name, given, "its part of the experts to fit", remedy)
 
 
 def start_group(
-    launch: Launch, target: Target, hosts: HostOptions, work: Serving, gpus: int, log: LogLine
-) -> HostGroup | None:
-    """Rank 0: all hosts have connected and agree. Other ranks: None, after they have served until rank 0 ended. `gpus`
+    launch: Launch, target: Target, nodes: NodeOptions, work: Serving, gpus: int, log: LogLine
+) -> NodeGroup | None:
+    """Rank 0: all nodes have connected and agree. Other ranks: None, after they have served until rank 0 ended. `gpus`
     of rank 0."""
     check_launch(launch, target)
-    shard = ExpertShard(make_partition(launch, target, hosts.ranks), hosts.rank)
+    shard = ExpertShard(make_partition(launch, target, nodes.ranks), nodes.rank)
     encoded = target.choose_expert_format(launch.expert_format, launch.experts)
-    facts = host_facts(paths_of(launch, target), shard.partition, hosts.rank, encoded)
+    facts = host_facts(paths_of(launch, target), shard.partition, nodes.rank, encoded)
     require_memory(launch, target, work, shard, gpus, log)
-    if hosts.rank:
-        run_expert_host(hosts, facts, lambda: _load_experts(launch, target, shard, log), log)
+    if nodes.rank:
+        run_expert_node(nodes, facts, lambda: _load_experts(launch, target, shard, log), log)
         return None
-    pool = HostPool(hosts, facts, log)
-    log(f"waiting for {hosts.ranks - 1} expert hosts at {hosts.address}:{pool.port}")
+    pool = NodePool(nodes, facts, log)
+    log(f"waiting for {nodes.ranks - 1} expert nodes at {nodes.address}:{pool.port}")
     try:
-        pool.wait_for_hosts()
+        pool.wait_for_nodes()
     except BaseException:
         pool.close()
         raise
-    return HostGroup(pool, shard)
+    return NodeGroup(pool, shard)
 
 
 def _load_experts(launch: Launch, target: Target, shard: ExpertShard, log: LogLine) -> list[ShardLayer]:

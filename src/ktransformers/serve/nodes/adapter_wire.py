@@ -1,4 +1,4 @@
-"""LoRA factors of one host's experts of one layer as a message: a JSON description, then the factors one after the
+"""LoRA factors of one node's experts of one layer as a message: a JSON description, then the factors one after the
 other. `pairs` are those of `adapters/lora.py`, a `[E, r, in]` and b `[E, out, r]` of gate, up and down; an A that gate
 and up share is sent once."""
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ktransformers.adapters import LoraPair
-from ktransformers.serve.hosts.wire import DTYPES as WIRE_DTYPES
-from ktransformers.serve.hosts.wire import MAX_TEXT_BYTES, ConnectionLost, dtype_code, read_tensor, tensor_bytes
+from ktransformers.serve.nodes.wire import DTYPES as WIRE_DTYPES
+from ktransformers.serve.nodes.wire import MAX_TEXT_BYTES, ConnectionLost, dtype_code, read_tensor, tensor_bytes
 
 LENGTH = struct.Struct("<Q")
 ALIGNMENT = 8

@@ -1,4 +1,4 @@
-"""A host of `kt serve` that has experts alone: it loads its part, connects to rank 0 and computes the rows that come.
+"""A node of `kt serve` that has experts alone: it loads its part, connects to rank 0 and computes the rows that come.
 
 It reads no other weight and serves no HTTP. Its experts stay loaded when the connection to rank 0 breaks: it connects
 again, with all facts compared anew, and gets the adapters that are in use then. It ends when rank 0 says so, when rank
@@ -18,22 +18,22 @@ from ktransformers.adapters.pack import pack_expert_pairs
 from ktransformers.ground.errors import InputError, KTError
 from ktransformers.ground.log import logger
 from ktransformers.modeling.shard_stores import ShardLayer
-from ktransformers.serve.hosts.adapter_wire import decode_pairs
-from ktransformers.serve.hosts.handshake import HANDSHAKE_SECONDS, Facts, introduce
-from ktransformers.serve.hosts.options import HostOptions
-from ktransformers.serve.hosts.wire import Connection, ConnectionLost, Header, Kind, read_tensor, tensor_bytes
+from ktransformers.serve.nodes.adapter_wire import decode_pairs
+from ktransformers.serve.nodes.handshake import HANDSHAKE_SECONDS, Facts, introduce
+from ktransformers.serve.nodes.options import NodeOptions
+from ktransformers.serve.nodes.wire import Connection, ConnectionLost, Header, Kind, read_tensor, tensor_bytes
 
 LOG = logger(__name__)
-GONE_SECONDS = 600.0  # that a host waits for rank 0
+GONE_SECONDS = 600.0  # that a node waits for rank 0
 RETRY_SECONDS = 1.0
-# Without a message: rank 0 pings every few seconds, unless it waits for another host, which takes a timeout at most.
+# Without a message: rank 0 pings every few seconds, unless it waits for another node, which takes a timeout at most.
 IDLE_SECONDS = 60.0
 
 Say = Callable[[str], None]
 
 
-def connect(options: HostOptions, token: str, facts: Facts, seconds: float = GONE_SECONDS) -> Connection:
-    """A connection on which rank 0 has accepted this host; it is tried again until rank 0 is there."""
+def connect(options: NodeOptions, token: str, facts: Facts, seconds: float = GONE_SECONDS) -> Connection:
+    """A connection on which rank 0 has accepted this node; it is tried again until rank 0 is there."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -48,8 +48,8 @@ def connect(options: HostOptions, token: str, facts: Facts, seconds: float = GON
             time.sleep(RETRY_SECONDS)
 
 
-class ExpertHost:
-    """The experts of one host, and the adapters that one connection has loaded."""
+class ExpertNode:
+    """The experts of one node, and the adapters that one connection has loaded."""
 
     def __init__(self, layers: Sequence[ShardLayer]) -> None:
         self.layers = layers
@@ -65,7 +65,7 @@ class ExpertHost:
             reply, parts = self._handle(header, payload)
         except ConnectionLost:
             raise
-        except Exception as error:  # of this message; the host goes on
+        except Exception as error:  # of this message; the node goes on
             LOG.exception("message %s of layer %d failed", header.kind.name, header.layer)
             text = f"{type(error).__name__}: {error}" if not isinstance(error, KTError) else str(error)
             reply, parts = Header(Kind.FAILED, number=header.number), [text.encode("utf-8", "replace")[:4096]]
@@ -94,7 +94,7 @@ class ExpertHost:
         return self.layers[header.layer]
 
     def forward(self, header: Header, payload: memoryview) -> Tensor:
-        """Weighted sums of this host's experts, `[rows, H]`."""
+        """Weighted sums of this node's experts, `[rows, H]`."""
         store = self._layer(header).store
         if store is None or header.width != store.hidden_size:
             raise ConnectionLost(f"rows of {header.width} numbers for layer {header.layer}")
@@ -112,30 +112,30 @@ class ExpertHost:
         return store.forward(hidden, ids, weights, adapter=(index - base).to(torch.int32), adapters=adapters)
 
 
-def run_expert_host(
-    options: HostOptions,
+def run_expert_node(
+    options: NodeOptions,
     facts: Facts,
     load: Callable[[], Sequence[ShardLayer]],
     say: Say,
     seconds: float = GONE_SECONDS,
 ) -> None:
-    """Serve rank 0 until it ends. Nothing is loaded before rank 0 has accepted this host."""
+    """Serve rank 0 until it ends. Nothing is loaded before rank 0 has accepted this node."""
     connection = connect(options, options.token, facts, seconds)
-    host = ExpertHost(load())
-    stores = [layer.store for layer in host.layers if layer.store is not None]
+    node = ExpertNode(load())
+    stores = [layer.store for layer in node.layers if layer.store is not None]
     experts, size = sum(store.num_experts for store in stores), sum(store.packed_bytes for store in stores)
-    say(f"expert host {options.rank}: {experts} experts in {len(stores)} layers, {size / 1e9:.2f} GB")
+    say(f"expert node {options.rank}: {experts} experts in {len(stores)} layers, {size / 1e9:.2f} GB")
     with torch.inference_mode():
         while True:
             try:
                 connection.send(Header(Kind.READY), seconds=options.seconds)
-                while host.answer(connection, options.seconds):
+                while node.answer(connection, options.seconds):
                     pass
                 say("rank 0 has ended")
                 return
             except ConnectionLost as error:
                 connection.close()
                 say(f"rank 0 at {options.address}:{options.port} is gone: {error}; connecting again")
-                host.adapters.clear()
+                node.adapters.clear()
                 time.sleep(RETRY_SECONDS)
                 connection = connect(options, options.token, facts, seconds)
