@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -22,8 +22,14 @@ from ktransformers.ground.options.field import CLOSED, add_flags, build, options
 from ktransformers.ground.options.placement import PlacementOptions
 
 OPTIONS_VARIABLE = "KT_SGLANG_OPTIONS"
-# Options of the placement engine that SGLang's parser lacks.
-ADDED = ("kt_gpu_experts_ratio", "kt_expert_placement_strategy", "kt_gpu_prefill_token_threshold")
+# Options of the placement engine that SGLang's parser lacks -> their help, which names flags of SGLang.
+ADDED = {
+    "kt_gpu_experts_ratio": "Share of all experts on the GPU, 0 to 1; wins over --kt-num-gpu-experts.",
+    "kt_expert_placement_strategy": "Which experts are on the GPU: uniform (default), front-loading, random, or "
+    "frequency, those with most tokens in the file of --init-expert-location.",
+    "kt_gpu_prefill_token_threshold": "Stream all experts of a layer to the GPU for prefill batches of at least so "
+    "many tokens.",
+}
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -50,7 +56,8 @@ class ServerOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ktransformers", "experts on the CPU, in addition to SGLang's own --kt-* flags")
-    add_flags(group, {name: options_of(PlacementOptions)[name] for name in ADDED})
+    options = options_of(PlacementOptions)
+    add_flags(group, {name: replace(options[name], flags=options[name].flags[:1], help=ADDED[name]) for name in ADDED})
     group.add_argument("--kt-numa-nodes", type=int, nargs="+", help="NUMA nodes of the thread pools, one for each.")
     group.add_argument(
         "--kt-expert-lora-path",
