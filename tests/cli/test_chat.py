@@ -18,8 +18,8 @@ from ktransformers.cli.chat import ChatHistory
 from ktransformers.cli.chat_input import read_message
 from ktransformers.cli.chat_server import is_address, serve_words
 from ktransformers.cli.chat_view import MarkdownView, split_blocks
+from ktransformers.ground.client import Client
 from ktransformers.ground.errors import InputError, KTError
-from ktransformers.serve.client import Client
 from tests.support.chat_peer import ChatPeer
 from tests.support.terminal_session import CTRL_C, CTRL_D, TerminalSession
 

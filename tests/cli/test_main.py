@@ -187,7 +187,7 @@ def test_chat_prints_json_lines(kt: RunKt, monkeypatch: pytest.MonkeyPatch, tmp_
     """Questions are piped in and answers out; the conversation is saved and continued."""
     from typer.testing import CliRunner
 
-    from ktransformers.serve.client import Client
+    from ktransformers.ground.client import Client
 
     bodies: list[dict[str, Any]] = []
 

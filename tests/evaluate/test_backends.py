@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from ktransformers.adapters.manifest import MANIFEST_FILE, MANIFEST_FORMAT, MANIFEST_VERSION
 from ktransformers.checkpoint.dense import open_dense
 from ktransformers.checkpoint.upcycle import Recipe, upcycle
-from ktransformers.evaluate import local as local_module
-from ktransformers.evaluate import remote
 from ktransformers.evaluate.backend import EvalPrompt, Question
 from ktransformers.evaluate.local import LocalModel, trained_experts
-from ktransformers.evaluate.remote import Endpoint, RemoteBackend
+from ktransformers.evaluate.remote import RemoteBackend, connect
+from ktransformers.ground import client, system
 from ktransformers.ground.errors import InputError, KTError
 
 PROMPTS = [
@@ -60,7 +59,7 @@ def test_batched_results_equal_unbatched(local: LocalModel) -> None:
 
 @pytest.mark.parametrize("adapter", [None, "tuned"])
 def test_local_results_equal_remote(adapter: str | None, local: LocalModel, serving: tuple[str, Any]) -> None:
-    there = RemoteBackend(Endpoint(serving[0]), adapter or "base", local.tokens)
+    there = RemoteBackend(connect(serving[0]), adapter or "base", local.tokens)
     here = local.backend(adapter)
     assert here.generate(PROMPTS, 12) == there.generate(PROMPTS, 12)
     close(here.likelihoods(QUESTIONS), there.likelihoods(QUESTIONS))
@@ -139,7 +138,7 @@ def test_retrained_adapter_changes_the_fingerprint(local: LocalModel, adapter_di
 
 
 def test_scoring_chat_prompts_needs_a_tokenizer(local: LocalModel, serving: tuple[str, Any]) -> None:
-    there = RemoteBackend(Endpoint(serving[0]), "base")
+    there = RemoteBackend(connect(serving[0]), "base")
     plain = [Question(PROMPTS[2], (" there", " A")), Question(EvalPrompt("", chat=False), ("running text",))]
     close(local.backend().likelihoods(plain), there.likelihoods(plain))
     with pytest.raises(InputError, match="--tokenizer"):
@@ -147,23 +146,23 @@ def test_scoring_chat_prompts_needs_a_tokenizer(local: LocalModel, serving: tupl
 
 
 def test_busy_server_is_retried(serving: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(client, "FIRST_RETRY_SECONDS", 0.01)
     serving[1].busy = 2
-    assert RemoteBackend(Endpoint(serving[0]), "base").generate(PROMPTS[:1], 3)
+    assert RemoteBackend(connect(serving[0]), "base").generate(PROMPTS[:1], 3)
     assert serving[1].busy == 0
 
 
 def test_server_errors_are_reported(monkeypatch: pytest.MonkeyPatch, serving: tuple[str, Any]) -> None:
-    monkeypatch.setattr(remote, "FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(client, "FIRST_RETRY_SECONDS", 0.01)
     with pytest.raises(KTError, match="no model other"):
-        RemoteBackend(Endpoint(serving[0]), "other").generate(PROMPTS[:1], 3)
-    with pytest.raises(InputError, match="is it running"):
-        Endpoint("http://127.0.0.1:9").models()
+        RemoteBackend(connect(serving[0]), "other").generate(PROMPTS[:1], 3)
+    with pytest.raises(InputError, match="that is running"):
+        connect("http://127.0.0.1:9").models()
 
 
 def test_auto_dtype_depends_on_the_cpu(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for native, dtype in ((True, "bfloat16"), (False, "float32")):
-        monkeypatch.setattr(local_module, "bf16_is_fast", lambda device, native=native: native)
+        monkeypatch.setattr(system, "bf16_is_fast", lambda device, native=native: native)
         assert f"(transformers, {dtype}" in LocalModel.open(model_directory).name
 
 

@@ -14,7 +14,7 @@ from ktransformers.evaluate.backend import EvalPrompt, Likelihood, Question
 from ktransformers.evaluate.compare import compare
 from ktransformers.evaluate.items import read_items
 from ktransformers.evaluate.judge import Judge, judge_prompt
-from ktransformers.evaluate.remote import Endpoint
+from ktransformers.evaluate.remote import connect
 from ktransformers.evaluate.report import write_report
 from ktransformers.evaluate.run import evaluate, read_records
 from ktransformers.evaluate.task import TASK_DIR, load_tasks, task_names
@@ -194,7 +194,7 @@ def test_report_has_the_columns_of_published_tables(name: str, tmp_path: Path, s
     references = {item.prompt: item.reference for item in read_items(task)}
     assert task.judge is not None
     serving[1].judge_says = [json.dumps(dict.fromkeys(task.judge.criteria, 4))]
-    judge = Judge(Endpoint(serving[0]), "base")
+    judge = Judge(connect(serving[0]), "base")
     for run, right in (("base", 0), ("tuned", len(references))):
         evaluate(Answers(references, right), task, tmp_path / run / name, judge=judge)
     comparison = compare([tmp_path / "base", tmp_path / "tuned"])

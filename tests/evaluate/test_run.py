@@ -19,7 +19,7 @@ from ktransformers.evaluate.backend import EvalPrompt, Likelihood, Question
 from ktransformers.evaluate.compare import compare
 from ktransformers.evaluate.judge import Judge, parse_marks
 from ktransformers.evaluate.local import LocalModel
-from ktransformers.evaluate.remote import Endpoint, RemoteBackend
+from ktransformers.evaluate.remote import RemoteBackend, connect
 from ktransformers.evaluate.report import write_report
 from ktransformers.evaluate.run import evaluate, read_records
 from ktransformers.evaluate.task import Rubric, Task, load_tasks
@@ -119,7 +119,7 @@ def test_run_directory_with_other_questions_is_refused(task: Task, tmp_path: Pat
 
 
 def test_judge_marks_are_recorded(task: Task, tmp_path: Path, serving: tuple[str, Any]) -> None:
-    judge = Judge(Endpoint(serving[0]), "base")
+    judge = Judge(connect(serving[0]), "base")
     serving[1].judge_says = ["I would say it is fine.", 'Well: {"good": 4}.']
     result = evaluate(Scripted(), task, tmp_path / "a", judge=judge)
     assert result["metrics"]["judge"]["value"] == result["metrics"]["judge.good"]["value"] == 4
@@ -192,7 +192,7 @@ def test_in_process_and_server_results_are_equal(
     model_directory: Path, serving: tuple[str, Any], tmp_path: Path
 ) -> None:
     local = LocalModel.open(model_directory, dtype="float32", batch_size=5)
-    remote = RemoteBackend(Endpoint(serving[0]), "base", local.tokens)
+    remote = RemoteBackend(connect(serving[0]), "base", local.tokens)
     for name, metrics in (
         ("persona", ("bleu", "rouge", "chrf", "style", "loss")),
         ("arithmetic", ("letter", "generation")),

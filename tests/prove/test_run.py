@@ -171,7 +171,7 @@ def test_running_server_is_proven(trained: tuple[Path, list[str]]) -> None:
     with start_server(launch, Target(target.model, name="base"), lambda line: None) as (url, _):
         done = run(trained[0], "--server", url, "--json")
         assert done.exit_code == 0, done.output
-        from ktransformers.serve.client import Client
+        from ktransformers.ground.client import Client
 
         assert Client(url, None).models() == ["base"]
 

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from ktransformers.adapters import proof_record
 from ktransformers.adapters.chat_templates import TEMPLATES, to_jinja
 from ktransformers.cli.main import app
+from ktransformers.ground.client import Client
 from ktransformers.ground.errors import InputError
-from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import resolve_target
 from tests.support.tiny_models import build, save
@@ -223,10 +223,10 @@ def test_eval_of_a_server_refuses_a_tokenizer_with_another_template(
     trained: TrainedAdapters, client: tuple[Client, list[str]]
 ) -> None:
     from ktransformers.evaluate.backend import EvalPrompt, PromptTokenizer, Question
-    from ktransformers.evaluate.remote import Endpoint, RemoteBackend
+    from ktransformers.evaluate.remote import RemoteBackend, connect
 
     tokens = PromptTokenizer(trained.tokenizer, "base")
-    backend = RemoteBackend(Endpoint(client[0].url), "base:llama3", tokens)
+    backend = RemoteBackend(connect(client[0].url), "base:llama3", tokens)
     with pytest.raises(InputError, match=r"renders a prompt as \d+ tokens, where base:llama3 is served \d+ others"):
         backend.likelihoods([Question(EvalPrompt(QUESTION), ("Yes",))])
 

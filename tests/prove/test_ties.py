@@ -194,7 +194,7 @@ def test_served_ties_are_replayed_in_shared_batches(tied: Tied) -> None:
     """Base and adapter of all rows are requested at once; each row of a batch is assigned to its token."""
     from ktransformers.adapters.router_choices import compare_choices
     from ktransformers.evaluate.prove.server import find_names, score_rows_replayed, start_server
-    from ktransformers.serve.client import Client
+    from ktransformers.ground.client import Client
     from ktransformers.serve.flags import Launch
 
     rows, launch = tied.record.rows, Launch(str(tied.output), dtype="float32", device="cpu", max_total_tokens=2048)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ktransformers.evaluate.backend import EvalPrompt, PromptTokenizer, Question
-from ktransformers.evaluate.remote import Endpoint, RemoteBackend
+from ktransformers.evaluate.remote import RemoteBackend, connect
 from ktransformers.modeling.pretrained import read_tokenizer
 from tests.support.serving import RunningServer
 
@@ -52,7 +52,7 @@ def questions() -> list[Question]:
 def reference(served: RunningServer, directory: Path, model: str) -> list[list[float]]:
     """The log-probabilities of every option, by `kt eval`."""
     tokens = PromptTokenizer(read_tokenizer(directory), str(directory))
-    scores = RemoteBackend(Endpoint(served.url), model, tokens).likelihoods(questions())
+    scores = RemoteBackend(connect(served.url), model, tokens).likelihoods(questions())
     return [[score.logprob for score in row] for row in scores]
 
 

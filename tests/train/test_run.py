@@ -36,7 +36,6 @@ FILES = {
     "eval_results.json",
     "all_results.json",
     "training.svg",
-    "training.png",
     "training_loss.png",
     "README.md",
     "kt_manifest.json",
@@ -72,8 +71,7 @@ def test_run_reduces_loss_and_writes_expected_files(finished: tuple[Path, Result
     assert lines[0]["total_steps"] == 8 and lines[0]["lr"] > 0 and lines[-1]["percentage"] == 100
     assert json.loads((output / "all_results.json").read_text())["eval_loss"] == result.results["eval_loss"]
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 8
-    for name in ("training_loss.png", "training.png"):
-        assert (output / name).read_bytes()[:4] == b"\x89PNG"
+    assert (output / "training_loss.png").read_bytes()[:4] == b"\x89PNG"
     assert all(line["grad_norm"] > 0 for line in lines if "loss" in line)
     panels = ElementTree.parse(output / "training.svg").getroot().findall("{*}svg")
     points = [len(line.attrib["points"].split()) for panel in panels for line in panel.findall("{*}polyline")]

@@ -21,7 +21,7 @@ import typer
 from ktransformers.ground.errors import InputError, KTError
 
 if TYPE_CHECKING:
-    from ktransformers.serve.client import Client
+    from ktransformers.ground.client import Client
 
 COMMANDS = '''/adapter NAME   ask this adapter; a directory is loaded first; without NAME list them
 /base           ask the model without an adapter
@@ -211,7 +211,7 @@ def chat(
 ) -> None:
     """Talk to a server or to a model in the terminal; /help lists the commands."""
     from ktransformers.cli.chat_server import is_address, served
-    from ktransformers.serve.client import Client
+    from ktransformers.ground.client import Client
 
     if target is not None and (host is not None or port is not None):
         raise InputError("host, port", "given together with URL or MODEL", "one of them")

@@ -132,9 +132,9 @@ def _judge(url: str | None, model: str | None, key: str | None) -> Judge | None:
     if url is None:
         return None
     from ktransformers.evaluate.judge import Judge
-    from ktransformers.evaluate.remote import Endpoint
+    from ktransformers.evaluate.remote import connect
 
-    endpoint = Endpoint(url, key)
+    endpoint = connect(url, key)
     return Judge(endpoint, model or endpoint.models()[0])
 
 
@@ -149,15 +149,15 @@ def _remote(
 ) -> Iterator[tuple[str, Backend]]:
     from ktransformers.adapters.adapter_template import read_adapter_template
     from ktransformers.evaluate.backend import PromptTokenizer
-    from ktransformers.evaluate.remote import Endpoint, RemoteBackend
+    from ktransformers.evaluate.remote import RemoteBackend, connect, model_roots
 
-    endpoint = Endpoint(url, key)
+    endpoint = connect(url, key)
     tokens = None
     if tokenizer is not None:
         from ktransformers.modeling.pretrained import read_tokenizer
 
         tokens = PromptTokenizer(read_tokenizer(tokenizer), str(tokenizer))
-    roots = endpoint.model_roots()
+    roots = model_roots(endpoint)
     listed = list(roots)
     if base:
         yield BASE, RemoteBackend(endpoint, served or listed[0], tokens, parallel)

@@ -16,8 +16,10 @@ import typer
 from ktransformers.cli.progress import is_quiet
 
 if TYPE_CHECKING:
+    from ktransformers.evaluate.loop.report import LoopReport
     from ktransformers.evaluate.loop.run import StageStatus
     from ktransformers.evaluate.loop.settings import Loop
+    from ktransformers.evaluate.loop.sweep_report import SweepReport
 
 
 def loop(
@@ -64,15 +66,14 @@ def loop(
         raise typer.Exit(130) from None
     finally:
         stages.close()
-    make = _report_sweep if settings.sweep else _report_run
-    document, lines, failures = make(settings, steps, stages.answered, verbose)
+    report, lines = _report(settings, steps, stages.answered, verbose)
     if as_json:
-        print(json.dumps(document | {"seconds": round(time.perf_counter() - began, 1)}, indent=2))
+        print(json.dumps(report.as_json() | {"seconds": round(time.perf_counter() - began, 1)}, indent=2))
     else:
         print("\n".join(lines))
-    for failure in failures:
+    for failure in report.failures:
         print(f"kt: {failure}", file=sys.stderr)
-    if failures:
+    if report.failures:
         raise typer.Exit(1)
 
 
@@ -103,25 +104,19 @@ def _check_recipes(settings: Loop) -> None:
         require_packages(read_settings(build_recipe(run, run_paths(run, run_paths(settings)))))
 
 
-def _report_run(
+def _report(
     settings: Loop, steps: list[StageStatus], answered: bool, verbose: bool
-) -> tuple[dict[str, Any], list[str], list[str]]:
-    """The report as a document, as lines for the terminal, and what makes the command fail."""
-    from ktransformers.evaluate.loop.report import answer_lines, make_report, summary_lines, terminal_lines
+) -> tuple[LoopReport | SweepReport, list[str]]:
+    """The report, and its lines for the terminal."""
+    from ktransformers.evaluate.loop import report, sweep_report
 
-    report = make_report(settings, steps)
-    samples = [] if answered or not report.answers else answer_lines(report.answers[0], report.name)
-    lines = [*samples, *terminal_lines(report), *(["", *summary_lines(report)] if verbose else [])]
-    return report.as_json(), lines, [report.proof] if report.proven is False else []
-
-
-def _report_sweep(
-    settings: Loop, steps: list[StageStatus], answered: bool, verbose: bool
-) -> tuple[dict[str, Any], list[str], list[str]]:
-    from ktransformers.evaluate.loop.sweep_report import make_sweep_report, terminal_lines
-
-    report = make_sweep_report(settings, steps)
-    return report.as_json(), terminal_lines(report), report.failures
+    if settings.sweep:
+        swept = sweep_report.make_sweep_report(settings, steps)
+        return swept, sweep_report.terminal_lines(swept)
+    made = report.make_report(settings, steps)
+    samples = [] if answered or not made.answers else report.answer_lines(made.answers[0], made.name)
+    details = ["", *report.summary_lines(made)] if verbose else []
+    return made, [*samples, *report.terminal_lines(made), *details]
 
 
 def _print_preview(settings: Loop, as_json: bool) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ktransformers.evaluate.measure import Record, chosen_option, primary_metric, statistics
+from ktransformers.evaluate.measure import Record, chosen_option, copied_input, primary_metric, statistics
 from ktransformers.evaluate.run import read_records
 from ktransformers.evaluate.statistic import Difference, Estimate, Statistic, difference, estimate
 from ktransformers.evaluate.task import Task
@@ -132,9 +132,7 @@ def _compare_task(entries: Sequence[tuple[Task, str, dict[str, Record]]], seed: 
         )
     note = ""
     if task.copy_input:
-        copies = [{**record, "prediction": record["source"]} for record in ordered[0]]
-        text_metrics = tuple(group for group in task.metric_groups if group in ("bleu", "rouge", "chrf", "exact"))
-        copied = statistics(task.model_copy(update={"metrics": text_metrics}), copies)
+        copied = copied_input(task, ordered[0])
         if primary in copied:
             note = f"copying the input scores {primary} {copied[primary].value():.1f}"
     samples = _draw_samples(ordered, seed)

@@ -19,9 +19,14 @@ from ktransformers.ground.files import parse_json, path_exists, read_json, read_
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 EMPTY_REFERENCES = ("", "N/A")
-REQUIRED_COLUMNS = {"generate": ("output",), "choice": ("question", "choices", "answer"), "text": ("text",)}
+KIND_COLUMNS = {
+    "generate": ("instruction", "input", "output"),
+    "choice": ("question", "choices", "answer"),
+    "text": ("text",),
+}
 MAX_NAMED_COLUMNS = 40  # of a file, in an error
-OPTIONAL_COLUMNS = ("id", "slice")  # may be missing even if the task names them
+OPTIONAL_COLUMNS = {"id", "slice"}  # may be missing even if the task names them
+PROMPT_COLUMNS = {"instruction", "input"}  # of which one is enough
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,9 @@ def read_items(task: Task) -> list[Item]:
         try:
             item = build(task, row, str(row.get(task.columns.id or "", number)))
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise InputError(
-                f"{task.data}, row {number}", f"{type(error).__name__}: {error}", _expected_columns(task)
-            ) from error
+            expected = ", ".join(getattr(task.columns, column) for column in KIND_COLUMNS[task.kind])
+            given = f"{type(error).__name__}: {error}"
+            raise InputError(f"{task.data}, row {number}", given, f"the columns {expected}") from error
         if item.id in ids:
             raise InputError(f"{task.data}, row {number}", f"the id {item.id!r} again", "ids that differ")
         ids.add(item.id)
@@ -96,16 +101,6 @@ def read_items(task: Task) -> list[Item]:
         indices = sorted(random.Random(task.seed).sample(range(len(items)), task.limit))
         items = [items[index] for index in indices]
     return items
-
-
-def _expected_columns(task: Task) -> str:
-    columns = task.columns
-    expected = {
-        "generate": (columns.instruction, columns.input, columns.output),
-        "choice": (columns.question, columns.choices, columns.answer),
-        "text": (columns.text,),
-    }
-    return "the columns " + ", ".join(expected[task.kind])
 
 
 def _has_value(value: Any, accepted: str) -> bool:
@@ -121,7 +116,7 @@ def _resolve_columns(task: Task, rows: list[dict[str, Any]]) -> TaskColumns:
         for field, name in names.items()
         if name
     }
-    needed = {*REQUIRED_COLUMNS[task.kind], *(task.columns.model_fields_set - set(OPTIONAL_COLUMNS))}
+    needed = {*KIND_COLUMNS[task.kind]} - PROMPT_COLUMNS | task.columns.model_fields_set - OPTIONAL_COLUMNS
     missing = [names[field] for field in names if field in needed and field in chosen and chosen[field] not in present]
     missing += [column for column in task.where if column not in present]
     if task.kind == "generate" and not {chosen["instruction"], chosen["input"]} & set(present):

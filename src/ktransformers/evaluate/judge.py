@@ -14,15 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ktransformers.evaluate.remote import Endpoint
 from ktransformers.evaluate.task import Rubric
+from ktransformers.ground.client import Client
 
 JSON_OBJECT = re.compile(r"\{.*?\}", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Judge:
-    endpoint: Endpoint
+    endpoint: Client
     model: str
     parallel: int = 4
 

@@ -9,8 +9,9 @@ and the head computes the scored positions alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,21 @@ class LocalModel:
         return self.name if adapter is None else f"{self.name} + {self._adapters[adapter]}"
 
 
+@dataclass(frozen=True)
+class ScoredRow:
+    """A row of tokens whose logits are scored from position `start` on. `targets[i]` are the tokens that are scored
+    at the i-th of these positions, one for each continuation."""
+
+    ids: list[int]
+    start: int
+    targets: list[list[int]]
+
+    def score(self, logits: Tensor) -> list[Likelihood]:
+        """`logits`: `[positions, vocabulary]`. One likelihood for each continuation."""
+        scores = logits.float().log_softmax(-1).gather(-1, torch.tensor(self.targets, device=logits.device))
+        return [Likelihood(value, len(self.targets)) for value in scores.double().sum(0).tolist()]
+
+
 class LocalBackend:
     def __init__(self, local: LocalModel, adapter: str | None) -> None:
         self._local, self._adapter = local, adapter
@@ -196,40 +212,33 @@ class LocalBackend:
     def likelihoods(self, questions: Sequence[Question]) -> list[list[Likelihood]]:
         """One row for a question whose continuations are single tokens after the same prompt, else one per
         continuation."""
-        rows: list[list[int]] = []
-        spans: list[range] = []  # positions of each row whose logits are scored
-        scorers: list[Callable[[Tensor], list[Likelihood]]] = []  # applied to these, [positions, vocabulary]
-        question_of_row: list[int] = []
+        scored: list[tuple[int, ScoredRow]] = []  # with the number of the question
+        tokens = self._local.tokens_of(self._adapter)
         for number, question in enumerate(questions):
-            tokens = self._local.tokens_of(self._adapter)
             splits = [tokens.split(question.prompt, text) for text in question.continuations]
             prefixes = {tuple(ids[:start]) for ids, start in splits}
             if len(prefixes) == 1 and all(len(ids) == start + 1 for ids, start in splits):
-                rows.append(list(prefixes.pop()))
-                spans.append(range(len(rows[-1]) - 1, len(rows[-1])))
-                scorers.append(_score_letters([ids[-1] for ids, _ in splits]))
-                question_of_row.append(number)
-                continue
-            for ids, start in splits:
-                rows.append(ids)
-                spans.append(range(start - 1, len(ids) - 1))
-                scorers.append(_score_continuation(ids[start:]))
-                question_of_row.append(number)
-        row_scores: list[list[Likelihood]] = [[] for _ in rows]
+                prompt = list(prefixes.pop())
+                scored.append((number, ScoredRow(prompt, len(prompt) - 1, [[ids[-1] for ids, _ in splits]])))
+            else:
+                rows = [ScoredRow(ids, start - 1, [[token] for token in ids[start:]]) for ids, start in splits]
+                scored += [(number, row) for row in rows]
+        row_scores: dict[int, list[Likelihood]] = {}
         with self._local.with_adapter(self._adapter) as model:
-            for indices in _by_length(rows, self._local.batch_size, MAX_SCORED_TOKENS):
-                batch, _ = self._padded([rows[index] for index in indices], left=False)
-                scored = torch.zeros(batch.shape, dtype=torch.bool)
-                for number, index in enumerate(indices):
-                    scored[number, spans[index].start : spans[index].stop] = True
-                with head_rows_only(self._local.transformer, scored):
+            for indices in _by_length([row.ids for _, row in scored], self._local.batch_size, MAX_SCORED_TOKENS):
+                batch_rows = [scored[index][1] for index in indices]
+                batch, _ = self._padded([row.ids for row in batch_rows], left=False)
+                wanted = torch.zeros(batch.shape, dtype=torch.bool)
+                for number, row in enumerate(batch_rows):
+                    wanted[number, row.start : row.start + len(row.targets)] = True
+                with head_rows_only(self._local.transformer, wanted):
                     logits = model(input_ids=batch, use_cache=False).logits[0]
-                parts = torch.split(logits, [len(spans[index]) for index in indices])
-                for index, part in zip(indices, parts, strict=True):
-                    row_scores[index] = scorers[index](part)
+                parts = torch.split(logits, [len(row.targets) for row in batch_rows])
+                for index, row, part in zip(indices, batch_rows, parts, strict=True):
+                    row_scores[index] = row.score(part)
         answers: list[list[Likelihood]] = [[] for _ in questions]
-        for number, scores in zip(question_of_row, row_scores, strict=True):
-            answers[number] += scores
+        for index, (number, _) in enumerate(scored):
+            answers[number] += row_scores[index]
         return answers
 
     def _padded(self, rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
@@ -251,23 +260,6 @@ def _digest(directory: Path, pattern: str) -> str:
     for file in sorted(directory.glob("*.safetensors")):
         digest.update(f"{file.name} {file.stat().st_size}".encode())
     return digest.hexdigest()[:12]
-
-
-def _score_letters(ids: list[int]) -> Callable[[Tensor], list[Likelihood]]:
-    def read(logits: Tensor) -> list[Likelihood]:
-        last = logits[-1].float().log_softmax(-1)
-        return [Likelihood(float(last[token]), 1) for token in ids]
-
-    return read
-
-
-def _score_continuation(ids: list[int]) -> Callable[[Tensor], list[Likelihood]]:
-    def read(logits: Tensor) -> list[Likelihood]:
-        scores = logits.float().log_softmax(-1)
-        chosen = scores.gather(-1, torch.tensor(ids, device=scores.device)[:, None])
-        return [Likelihood(float(chosen.double().sum()), len(ids))]
-
-    return read
 
 
 def _by_length(rows: Sequence[Sequence[int]], batch_size: int, tokens: int | None = None) -> Iterator[list[int]]:

@@ -33,6 +33,13 @@ def statistics(task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
     return by_metric
 
 
+def copied_input(task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
+    """What answers that repeat the input would score."""
+    metrics = tuple(group for group in task.metric_groups if group in ("bleu", "rouge", "chrf", "exact"))
+    copies = [{**record, "prediction": record["source"]} for record in records]
+    return statistics(task.model_copy(update={"metrics": metrics}), copies)
+
+
 def primary_metric(task: Task) -> str:
     """The metric that represents the task in a summary."""
     if task.primary:

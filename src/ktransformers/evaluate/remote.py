@@ -10,60 +10,29 @@ only the server knows its template. One extra token is requested, because not ev
 
 from __future__ import annotations
 
-import json
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ktransformers.evaluate.backend import EvalPrompt, Likelihood, PromptTokenizer, Question
+from ktransformers.ground.client import Client
 from ktransformers.ground.errors import InputError, KTError
 
-MAX_ATTEMPTS, FIRST_RETRY_SECONDS = 4, 1.0  # exponential backoff for 429 and 503
-RETRIED_STATUS = {408, 429, 500, 502, 503, 504}
+MAX_ATTEMPTS, TIMEOUT_SECONDS = 4, 600.0
 
 
-class Endpoint:
-    """One server: JSON requests with retries while it is busy."""
+def connect(url: str, key: str | None = None) -> Client:
+    """A client that repeats requests while the server is busy."""
+    return Client(url, key, attempts=MAX_ATTEMPTS, timeout=TIMEOUT_SECONDS)
 
-    def __init__(self, url: str, key: str | None = None, timeout: float = 600.0) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._key, self._timeout = key, timeout
 
-    def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        data = None if body is None else json.dumps(body).encode()
-        for attempt in range(MAX_ATTEMPTS):
-            try:
-                http_request = urllib.request.Request(self.url + path, data, headers)
-                with urllib.request.urlopen(http_request, timeout=self._timeout) as reply:
-                    return json.loads(reply.read())
-            except urllib.error.HTTPError as error:
-                if error.code not in RETRIED_STATUS or attempt == MAX_ATTEMPTS - 1:
-                    message = error.read().decode(errors="replace")[:300]
-                    raise KTError(f"{self.url}{path}: the server answered {error.code}: {message}") from error
-            except (OSError, ValueError) as error:
-                if attempt == MAX_ATTEMPTS - 1:
-                    raise InputError(
-                        self.url + path, f"no answer ({error})", "an OpenAI-compatible server", "is it running?"
-                    ) from error
-            time.sleep(FIRST_RETRY_SECONDS * 2**attempt)
-        raise AssertionError("every path above returns or raises")
-
-    def models(self) -> list[str]:
-        return list(self.model_roots())
-
-    def model_roots(self) -> dict[str, str]:
-        """Served names with the directory that each comes from, "" where the server does not say."""
-        return {str(entry["id"]): str(entry.get("root") or "") for entry in self.request("/v1/models")["data"]}
+def model_roots(endpoint: Client) -> dict[str, str]:
+    """Served names with the directory that each comes from, "" where the server does not say."""
+    return {str(entry["id"]): str(entry.get("root") or "") for entry in endpoint.request("/v1/models")["data"]}
 
 
 class RemoteBackend:
-    def __init__(
-        self, endpoint: Endpoint, model: str, tokens: PromptTokenizer | None = None, parallel: int = 8
-    ) -> None:
+    def __init__(self, endpoint: Client, model: str, tokens: PromptTokenizer | None = None, parallel: int = 8) -> None:
         self._endpoint, self._model, self._tokens, self._parallel = endpoint, model, tokens, parallel
         self._prompts_compared = False
 
@@ -90,24 +59,16 @@ class RemoteBackend:
         if self._tokens is not None and chat is not None and not self._prompts_compared:
             self._compare_prompt(self._tokens, chat)
             self._prompts_compared = True
-        pairs = [
-            (question_index, index)
-            for question_index, question in enumerate(questions)
-            for index in range(len(question.continuations))
-        ]
-        pairs.sort(key=lambda pair: pair[1])
+        numbers = [(index, text) for index, one in enumerate(questions) for text in range(len(one.continuations))]
+        numbers.sort(key=lambda pair: pair[1])
+
+        def score(pair: tuple[int, int]) -> Likelihood:
+            question = questions[pair[0]]
+            return self._likelihood(question.prompt, question.continuations[pair[1]])
+
         with ThreadPoolExecutor(self._parallel) as pool:
-            results = pool.map(
-                lambda question_index: self._likelihood(
-                    questions[question_index[0]].prompt, questions[question_index[0]].continuations[question_index[1]]
-                ),
-                pairs,
-            )
-            scores = dict(zip(pairs, results, strict=True))
-        return [
-            [scores[question_index, index] for index in range(len(question.continuations))]
-            for question_index, question in enumerate(questions)
-        ]
+            scores = dict(zip(numbers, pool.map(score, numbers), strict=True))
+        return [[scores[index, text] for text in range(len(one.continuations))] for index, one in enumerate(questions)]
 
     def _compare_prompt(self, tokens: PromptTokenizer, prompt: EvalPrompt) -> None:
         """Raises InputError if the server renders the messages otherwise than the tokenizer that was given."""

@@ -13,15 +13,15 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import ktransformers
-from ktransformers.evaluate.backend import Backend, EvalPrompt, Question
+from ktransformers.evaluate.backend import Backend, EvalPrompt, Likelihood, Question
 from ktransformers.evaluate.items import Item, read_items
 from ktransformers.evaluate.judge import Judge
-from ktransformers.evaluate.measure import Record, primary_metric, statistics
+from ktransformers.evaluate.measure import Record, copied_input, primary_metric, statistics
 from ktransformers.evaluate.statistic import Estimate, Statistic, estimate
 from ktransformers.evaluate.task import Task
 from ktransformers.ground.errors import InputError
@@ -126,49 +126,40 @@ def read_records(directory: Path, repair: bool = False) -> list[Record]:
 
 def _answer_items(backend: Backend, task: Task, chunk: Sequence[Item], judge: Judge | None) -> list[Record]:
     chat = task.format == "chat" and task.kind != "text"
+    separator = "" if chat or task.kind == "text" else " "
     prompts = [EvalPrompt(item.prompt, item.system or task.system, chat, item.history) for item in chunk]
-    records: list[Record] = [
-        {"id": item.id, "slice": item.slice, "prompt": item.prompt, "reference": item.reference} for item in chunk
-    ]
-    for record, item in zip(records, chunk, strict=True):
-        if item.system:
-            record["system"] = item.system
-        if item.history:
-            record["history"] = item.history
+    records = [_record_of(task, item) for item in chunk]
+
+    def score(
+        asked: Sequence[EvalPrompt], answers: Sequence[Sequence[str]]
+    ) -> Iterator[tuple[Record, list[Likelihood]]]:
+        texts = [tuple(separator + answer for answer in of_item) for of_item in answers]
+        return zip(records, backend.likelihoods(list(map(Question, asked, texts))), strict=True)
+
     if GENERATED_METRICS & set(task.metric_groups):
         for record, text in zip(records, backend.generate(prompts, task.max_new_tokens), strict=True):
             record["prediction"] = text
-    if task.kind == "choice":
-        for record, item in zip(records, chunk, strict=True):
-            record |= {"letters": item.letters, "answer": item.answer}
     if "letter" in task.metric_groups:
-        separator = "" if chat else " "
-        questions = [
-            Question(prompt, tuple(separator + letter for letter in item.letters))
-            for prompt, item in zip(prompts, chunk, strict=True)
-        ]
-        for record, scores in zip(records, backend.likelihoods(questions), strict=True):
-            record["logprobs"] = [score.logprob for score in scores]
+        for record, scores in score(prompts, [item.letters for item in chunk]):
+            record["logprobs"] = [option.logprob for option in scores]
     if "text" in task.metric_groups:
-        separator = "" if chat else " "
-        questions = [
-            Question(EvalPrompt(item.question, task.system, chat), tuple(separator + choice for choice in item.choices))
-            for item in chunk
-        ]
-        for record, scores in zip(records, backend.likelihoods(questions), strict=True):
-            record["text_logprobs"] = [score.logprob / score.tokens for score in scores]
+        bare = [EvalPrompt(item.question, task.system, chat) for item in chunk]
+        for record, scores in score(bare, [item.choices for item in chunk]):
+            record["text_logprobs"] = [option.logprob / option.tokens for option in scores]
     if "loss" in task.metric_groups:
-        separator = "" if chat or task.kind == "text" else " "
-        questions = [Question(p, (separator + item.reference,)) for p, item in zip(prompts, chunk, strict=True)]
-        for record, (score,) in zip(records, backend.likelihoods(questions), strict=True):
-            record |= {"logprob": score.logprob, "tokens": score.tokens}
+        for record, (only,) in score(prompts, [(item.reference,) for item in chunk]):
+            record |= {"logprob": only.logprob, "tokens": only.tokens}
     if "judge" in task.metric_groups and judge is not None and task.judge is not None:
         for record, marks in zip(records, judge.marks(task.judge, records), strict=True):
             record["marks"] = marks
-    if task.copy_input:
-        for record, item in zip(records, chunk, strict=True):
-            record["source"] = item.source
     return records
+
+
+def _record_of(task: Task, item: Item) -> Record:
+    record: Record = {"id": item.id, "slice": item.slice, "prompt": item.prompt, "reference": item.reference}
+    record |= {key: value for key, value in (("system", item.system), ("history", item.history)) if value}
+    record |= {"letters": item.letters, "answer": item.answer} if task.kind == "choice" else {}
+    return record | ({"source": item.source} if task.copy_input else {})
 
 
 def summarise(task: Task, records: Sequence[Record]) -> dict[str, Any]:
@@ -188,12 +179,7 @@ def summarise(task: Task, records: Sequence[Record]) -> dict[str, Any]:
         "slices": slices,
     }
     if task.copy_input:
-        text_metrics = [group for group in task.metric_groups if group in ("bleu", "rouge", "chrf", "exact")]
-        copied = task.model_copy(update={"metrics": tuple(text_metrics)})
-        copies = [{**record, "prediction": record["source"]} for record in records]
-        result["copying_the_input"] = {
-            name: statistic.value() for name, statistic in statistics(copied, copies).items()
-        }
+        result["copying_the_input"] = {name: found.value() for name, found in copied_input(task, records).items()}
     return result
 
 

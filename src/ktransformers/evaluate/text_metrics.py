@@ -24,15 +24,10 @@ def rouge_units(text: str) -> list[str]:
 
 
 @cache
-def _bleu_tokenizer(name: str) -> Any:
+def _sacrebleu(tokenize: str) -> Any:
     from sacrebleu.metrics.bleu import BLEU
 
-    return BLEU(tokenize=name).tokenizer
-
-
-def bleu_units(text: str, chinese: bool) -> list[str]:
-    units: list[str] = _bleu_tokenizer("zh" if chinese else "13a")(text).split()
-    return units
+    return BLEU(tokenize=tokenize, effective_order=True)
 
 
 def _ngrams(units: Sequence[Hashable], order: int) -> Counter[tuple[Hashable, ...]]:
@@ -41,14 +36,8 @@ def _ngrams(units: Sequence[Hashable], order: int) -> Counter[tuple[Hashable, ..
 
 def bleu_counts(answer: str, reference: str) -> list[int]:
     """[matches of order 1-4, n-grams of order 1-4, length of the answer, length of the reference]."""
-    chinese = bool(HAS_CJK.search(answer + reference))
-    answer_units, reference_units = bleu_units(answer, chinese), bleu_units(reference, chinese)
-    matches, totals = [], []
-    for order in range(1, BLEU_ORDERS + 1):
-        ngrams = _ngrams(answer_units, order)
-        matches.append(sum((ngrams & _ngrams(reference_units, order)).values()))
-        totals.append(sum(ngrams.values()))
-    return [*matches, *totals, len(answer_units), len(reference_units)]
+    score = _sacrebleu("zh" if HAS_CJK.search(answer + reference) else "13a").sentence_score(answer, [reference])
+    return [*score.counts, *score.totals, score.sys_len, score.ref_len]
 
 
 def chrf_counts(answer: str, reference: str) -> list[int]:

@@ -35,7 +35,7 @@ from ktransformers.train.data.prepare import DataSplit
 from ktransformers.train.data.render import PreferenceRow
 from ktransformers.train.files import STAGING_DIR, move_files, reporting_full_disk, write_json, write_text
 from ktransformers.train.manifest import add_saved_tensors, check_saved_tensors
-from ktransformers.train.pictures import PNG_FILE, SVG_FILE, draw_final, plot_loss
+from ktransformers.train.pictures import SVG_FILE, draw_final, plot_loss
 from ktransformers.train.settings import TrainSettings
 
 LOCK_FILE = ".kt_lock"  # in the output directory, while a run uses it
@@ -179,7 +179,7 @@ def prepare_output(output: Path, resume: ResumePoint) -> None:
         for path in output.glob("checkpoint-*"):
             if path.is_dir() and (path / "trainer_state.json").is_file():
                 shutil.rmtree(path)
-        for name in ("adapter_model.safetensors", proof_record.PROOF_FILE, "trainer_log.jsonl", SVG_FILE, PNG_FILE):
+        for name in ("adapter_model.safetensors", proof_record.PROOF_FILE, "trainer_log.jsonl", SVG_FILE):
             (output / name).unlink(missing_ok=True)
     if run_id := os.environ.get("TORCHELASTIC_RUN_ID"):  # from here on, checkpoints here are of this run
         write_text(output / RUN_ID_FILE, run_id)

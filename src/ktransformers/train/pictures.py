@@ -1,5 +1,5 @@
-"""Pictures of a run, in its directory: training.svg while it trains, and PNG files at the end if matplotlib is
-installed.
+"""Pictures of a run, in its directory: training.svg while it trains, and training_loss.png for `plot_loss`, the one
+picture that needs matplotlib.
 
 training.svg has the loss, the learning rate, the gradient norm and the tokens per second, and is drawn again at every
 logging step (`training_charts.py`, about a millisecond per hundred steps). Runs with very short steps skip drawings,
@@ -9,7 +9,6 @@ so that pictures take at most MAX_SHARE of the time; the last one is always draw
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from ktransformers.ground.packages import is_installed
 from ktransformers.ground.training_charts import PANELS, LogLines, curve, read_log, run_picture
 from ktransformers.train.files import reporting_full_disk
 
-SVG_FILE, PNG_FILE = "training.svg", "training.png"
+SVG_FILE = "training.svg"
 MAX_SHARE = 0.02  # of the time of a run, for drawing
 
 
@@ -42,16 +41,10 @@ class LivePicture:
         self._due = now + (now - began) / MAX_SHARE
 
 
-def draw_final(log: Path, target: Path) -> list[str]:
-    """Writes the pictures of a finished run from the log in folder `log` to `target`; returns their names."""
-    lines = read_log(log)
-    if not lines:
-        return []
-    (target / SVG_FILE).write_text(run_picture(lines), encoding="utf-8")
-    if not is_installed("matplotlib"):
-        return [SVG_FILE]
-    _plot_panels(lines, PANELS, target / PNG_FILE, columns=2)
-    return [SVG_FILE, PNG_FILE]
+def draw_final(log: Path, target: Path) -> None:
+    """Writes the picture of a finished run from the log in folder `log` to `target`."""
+    if lines := read_log(log):
+        (target / SVG_FILE).write_text(run_picture(lines), encoding="utf-8")
 
 
 def plot_loss(log: Path, path: Path) -> bool:
@@ -59,33 +52,20 @@ def plot_loss(log: Path, path: Path) -> bool:
     lines = read_log(log)
     if not curve(lines, "loss") or not is_installed("matplotlib"):
         return False
-    _plot_panels(lines, {"loss": PANELS["loss"]}, path, columns=1)
-    return True
-
-
-def _plot_panels(lines: LogLines, panels: Mapping[str, tuple[str, ...]], path: Path, columns: int) -> None:
     from matplotlib.figure import Figure
 
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(6.5 * columns, 3.6 * rows), layout="constrained")
-    for index, (title, fields) in enumerate(panels.items(), 1):
-        axes: Any = figure.add_subplot(rows, columns, index)
-        for number, field in enumerate(fields):
-            points = curve(lines, field)
-            if not points:
-                continue
-            steps, values = [step for step, _ in points], [value for _, value in points]
-            colour, is_loss = SERIES_COLOURS[number], field == "loss"
-            axes.plot(
-                steps, values, color=colour, alpha=0.35 if is_loss else 1.0, label=field.replace("_", " "),
-                marker="." if len(points) < 3 else "",
-            )  # fmt: skip
-            if is_loss:
-                axes.plot(steps, smooth(values), color=colour, label="smoothed")
-        if len(axes.lines) > 1:
-            axes.legend()
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
+    figure = Figure(figsize=(6.5, 3.6), layout="constrained")
+    axes: Any = figure.add_subplot()
+    for number, field in enumerate(PANELS["loss"]):
+        if points := curve(lines, field):
+            steps, values = zip(*points, strict=True)
+            style = {"alpha": 0.35 if number == 0 else 1.0, "marker": "." if len(points) < 3 else ""}
+            axes.plot(steps, values, color=SERIES_COLOURS[number], label=field.replace("_", " "), **style)
+            if number == 0:
+                axes.plot(steps, smooth(values), color=SERIES_COLOURS[number], label="smoothed")
+    axes.legend()
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, format="png")
+    return True

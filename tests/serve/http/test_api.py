@@ -336,7 +336,7 @@ def test_page_loads_nothing_from_other_hosts(served: RunningServer) -> None:
 def test_kt_eval_scores_through_the_server(served: RunningServer, harness: EngineHarness) -> None:
     """Text prompts by offsets, token prompts by count: both equal the engine's scores."""
     from ktransformers.evaluate.backend import EvalPrompt, PromptTokenizer, Question
-    from ktransformers.evaluate.remote import Endpoint, RemoteBackend
+    from ktransformers.evaluate.remote import RemoteBackend, connect
 
     question = Question(EvalPrompt("The sea is", chat=False), (" deep", " very dry indeed"))
     expected = []
@@ -346,6 +346,6 @@ def test_kt_eval_scores_through_the_server(served: RunningServer, harness: Engin
         scores = [score.logprob for event in recorded.events for score in event.prompt_scores]
         expected.append(sum(scores[len(ids(harness, question.prompt.text)) :]))
     for tokens in (None, PromptTokenizer(harness.tokenizer, "tiny")):
-        backend = RemoteBackend(Endpoint(served.url), "tiny:one", tokens)
+        backend = RemoteBackend(connect(served.url), "tiny:one", tokens)
         (actual,) = backend.likelihoods([question])
         assert [one.logprob for one in actual] == pytest.approx(expected, abs=1e-4)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from ktransformers.ground.client import Client
+from ktransformers.ground.errors import KTError
 from ktransformers.ground.files import write_json
 
 MAX_NEW_TOKENS = 96
-TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -23,26 +22,21 @@ class AnswerPair:
     adapter: str
 
 
-def _answer(url: str, model: str, question: str) -> str:
-    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": question}]}
-    body |= {"max_tokens": MAX_NEW_TOKENS, "temperature": 0}
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as reply:
-        document: Any = json.load(reply)
-    return str(document["choices"][0]["message"]["content"])
-
-
 def ask(url: str, base: str, adapter: str, questions: Sequence[str]) -> list[AnswerPair]:
     """The answers to all questions, in one batch of the server. A model that cannot chat has none."""
     if not questions:
         return []
+
+    def answer(pair: tuple[str, str]) -> str:
+        body = {"model": pair[0], "messages": [{"role": "user", "content": pair[1]}]}
+        reply = Client(url).request("/v1/chat/completions", {**body, "max_tokens": MAX_NEW_TOKENS, "temperature": 0})
+        return str(reply["choices"][0]["message"]["content"])
+
     pairs = [(model, question) for question in questions for model in (base, adapter)]
     with ThreadPoolExecutor(len(pairs)) as pool:
         try:
-            texts = list(pool.map(lambda pair: _answer(url, *pair), pairs))
-        except (OSError, ValueError, LookupError):  # no chat template, an answer that is none
+            texts = list(pool.map(answer, pairs))
+        except (KTError, ValueError, LookupError):  # no chat template, an answer that is none
             return []
     return [AnswerPair(question, *texts[2 * index : 2 * index + 2]) for index, question in enumerate(questions)]
 

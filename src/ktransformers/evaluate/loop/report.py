@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.evaluate.loop.questions import AnswerPair, read_answers
-from ktransformers.evaluate.loop.results import TrainingSummary, describe_proof, read_json, summarise_training
+from ktransformers.evaluate.loop.results import (
+    TrainingSummary,
+    describe_proof,
+    read_json,
+    summarise_training,
+    training_lines,
+)
 from ktransformers.evaluate.loop.run import ANSWERS_FILE, FAILED, StageStatus
 from ktransformers.evaluate.loop.settings import Loop
 from ktransformers.evaluate.loop.stages import BASE_NAME, run_paths
@@ -63,6 +69,11 @@ class LoopReport:
     stages: tuple[StageStatus, ...]
     next: tuple[str, ...]
 
+    @property
+    def failures(self) -> list[str]:
+        """What makes the command exit with an error."""
+        return [self.proof] if self.proven is False else []
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -76,9 +87,10 @@ def make_report(loop: Loop, steps: Sequence[StageStatus]) -> LoopReport:
     asked = read_answers(paths.run / ANSWERS_FILE)
     drawn = [AnswerPair(sample["prompt"], *sample["answers"][:2]) for sample in samples]
     answers = (*asked, *drawn[: max(0, loop.answers - len(asked))])
-    proven, proof = describe_proof(read_json(paths.document("prove"))) if loop.prove else (None, "not asked for")
-    if any(step.status == FAILED for step in steps) and proven is not False:
-        proven, proof = False, "NOT proven: kt prove did not end well; logs/prove.log says why"
+    proven, proof = None, "not asked for"
+    if loop.prove:
+        failed = any(step.status == FAILED for step in steps)
+        proven, proof = describe_proof(paths.document("prove"), failed=failed)
     next_commands = (
         f"kt serve {paths.adapter}",
         f"kt chat --model {Path(paths.model).name}:{loop.name}      (in another terminal)",
@@ -119,12 +131,6 @@ def table(report: LoopReport) -> tuple[list[str], list[list[str]]]:
     return ["task", "metric", BASE_NAME, report.name, "change"], rows
 
 
-def training_line(training: TrainingSummary) -> str:
-    rate = f", {training.tokens_per_second:.0f} tokens/s" if training.tokens_per_second else ""
-    loss = f", loss {training.loss:.3g}" if training.loss is not None else ""
-    return f"{training.steps} steps in {training.seconds / 60:.1f} min{rate}{loss}"
-
-
 def terminal_lines(report: LoopReport) -> list[str]:
     """What the terminal shows at the end: the table, the two commands to go on with, the report."""
     lines = ["", *aligned(*table(report), left=2), STARS] if report.rows else []
@@ -140,8 +146,8 @@ def answer_lines(pair: AnswerPair, name: str) -> list[str]:
 
 def summary_lines(report: LoopReport) -> list[str]:
     """Training, proof and times, on the terminal with -v alone."""
-    training = f"training: {training_line(report.training)}"
-    return [training, f"proof: {report.proof}", f"time: {format_times(report.stages)}"]
+    (training,) = training_lines(Path(report.run) / report.name)
+    return [f"training: {training}", f"proof: {report.proof}", f"time: {format_times(report.stages)}"]
 
 
 def format_times(stages: Sequence[StageStatus]) -> str:

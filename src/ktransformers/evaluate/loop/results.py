@@ -43,8 +43,11 @@ def training_lines(adapter: Path) -> list[str]:
     return [f"{training.steps} steps in {rough(training.seconds)}{rate}{loss}"]
 
 
-def describe_proof(document: Any) -> tuple[bool | None, str]:
-    """Whether it was proven, None if there is no result, and the result as a sentence."""
+def describe_proof(file: Path, *, failed: bool = False) -> tuple[bool | None, str]:
+    """Whether it was proven, None if there is no result, and the result as a sentence. `failed`: the command has."""
+    document = read_json(file)
+    if failed and not (document and document["passed"] is False):
+        return False, "NOT proven: kt prove did not end well; its log says why"
     if not document:
         return None, "not there"
     if not document["passed"]:
@@ -59,4 +62,4 @@ def describe_proof(document: Any) -> tuple[bool | None, str]:
 
 def proof_lines(file: Path) -> list[str]:
     """The first half of the sentence."""
-    return [describe_proof(read_json(file))[1].partition(" (")[0]]
+    return [describe_proof(file)[1].partition(" (")[0]]

@@ -104,8 +104,8 @@ class Loop(LoopSection):
 
 # Flags of `kt serve` that a loop gives itself; with another address or a key its stages would not reach the server.
 OWN_SERVE_KEYS = {"host", "port", "api_key", "served_model_name"}
-# Names with another use in the run's directory or its reports.
-RESERVED_NAMES = {"base", "model", "quantised", "planned", "eval", "stages", "logs"}
+# Names with another use in the run's directory or its reports; earlier versions timed steps in `pace`.
+RESERVED_NAMES = {"base", "model", "quantised", "pace", "planned", "eval", "stages", "logs"}
 
 
 def read_overrides(arguments: Iterable[str]) -> dict[str, Any]:

@@ -77,9 +77,9 @@ def _read_run(
         return SweptRun(run.name, settings, str(paths.adapter), None, None, None, (), None, reason)
     lines = read_log(paths.adapter)
     losses, evaluated = curve(lines, "loss"), curve(lines, "eval_loss")
-    proven, proof = describe_proof(read_json(paths.document("prove"))) if run.prove else (None, "not asked for")
-    if f"prove-{run.name}" in failed and proven is not False:
-        proven, proof = False, f"NOT proven: kt prove did not end well; logs/prove-{run.name}.log says why"
+    proven, proof = None, "not asked for"
+    if run.prove:
+        proven, proof = describe_proof(paths.document("prove"), failed=f"prove-{run.name}" in failed)
     compared = list(comparison["runs"])
     scores: tuple[MetricRow, ...] = ()
     if run.name in compared:

@@ -11,7 +11,6 @@ of an answer is tested by making its token certain (`logit_bias`): the answer mu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +19,8 @@ from typing import Any
 from ktransformers.adapters.adapter_template import AdapterTemplate, read_adapter_template, with_ends
 from ktransformers.adapters.proof_record import ProofPrompt, ProofRecord
 from ktransformers.evaluate.prove.checks import ProofCheck
+from ktransformers.ground.client import Client
 from ktransformers.ground.errors import KTError
-from ktransformers.serve.client import Client
 from ktransformers.serve.target import Target
 
 SAMPLE_QUESTIONS = ("What is seventeen plus twenty-five?", "Wer bist du?")
@@ -38,8 +37,7 @@ def ask_prompt(client: Client, name: str, prompt: ProofPrompt) -> ServedPrompt:
     body: dict[str, Any] = {"model": name, "messages": list(prompt.messages), "max_tokens": 1, "temperature": 0}
     if prompt.tools:
         body["tools"] = prompt.tools
-    with client.open("/v1/chat/completions", {**body, "return_token_ids": True}) as reply:
-        answer = json.loads(reply.read())
+    answer = client.request("/v1/chat/completions", {**body, "return_token_ids": True})
     tokens = answer.get("prompt_token_ids")
     return ServedPrompt(int(answer["usage"]["prompt_tokens"]), None if tokens is None else tuple(tokens))
 
@@ -127,8 +125,8 @@ def _check_end(
         return ProofCheck(what, None, f"{words}; only a single token can be made certain")
     token = min(template.stop_tokens)
     body = {"model": name, "messages": list(prompts[0].messages), "max_tokens": 2, "temperature": 0}
-    with client.open("/v1/chat/completions", {**body, "logit_bias": {str(token): CERTAIN}}) as reply:
-        finish = json.loads(reply.read())["choices"][0]["finish_reason"]
+    reply = client.request("/v1/chat/completions", {**body, "logit_bias": {str(token): CERTAIN}})
+    finish = reply["choices"][0]["finish_reason"]
     shown = tokenizer.convert_ids_to_tokens(token)
     detail = f"an answer {'ends' if finish == 'stop' else 'does not end'} with {shown}, as in training"
     return ProofCheck(what, finish == "stop", detail, culprit="" if finish == "stop" else f"end of answers of {name}")

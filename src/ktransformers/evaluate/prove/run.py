@@ -51,11 +51,11 @@ from ktransformers.evaluate.prove.server import (
 )
 from ktransformers.evaluate.prove.ties import can_explain, explain_by_ties
 from ktransformers.ground import system
+from ktransformers.ground.client import Client
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.linear_storage import AS_RELEASED
 from ktransformers.modeling.prepare import uses_kt_method
 from ktransformers.modeling.spec import ModelSpec, device_for, dtype_name, parse_dtype
-from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.launch import LogLine, check_packages
 from ktransformers.serve.target import Target, resolve_target
@@ -158,7 +158,9 @@ def prove(
         rest=_trained_rest(target, device, model_dtype),
     )
     log(f"our server: {server}" if server else "our server, on a free port of this machine")
-    served = check_server(server, api_key, launch, target, rows, rounded, counts["matrices"], log, record)
+    with nullcontext((server, None)) if server else start_server(launch, target, log) as (address, service):
+        client = Client(address, api_key if server else None)
+        served = _check_served(client, service, target, rows, rounded, counts["matrices"], record)
     checks += [_with_rounding(check, target, rounded, trainer) for check in served]
     gc.collect()
     log("stock transformers and PEFT")
@@ -348,23 +350,6 @@ def check_record(record: ProofRecord, trainer: TrainerRun) -> ProofCheck:
         detail = f"outputs differ from those of training; log-probabilities: {check.detail}"
         return replace(check, passed=False, detail=detail, culprit=layer)
     return check
-
-
-def check_server(
-    url: str | None,
-    key: str | None,
-    launch: Launch,
-    target: Target,
-    rows: Sequence[Sequence[int]],
-    trainer: TrainerRun,
-    matrices: int,
-    log: LogLine,
-    record: ProofRecord | None = None,
-) -> list[ProofCheck]:
-    if url is not None:
-        return _check_served(Client(url, key), None, target, rows, trainer, matrices, record)
-    with start_server(launch, target, log) as (address, service):
-        return _check_served(Client(address, None), service, target, rows, trainer, matrices, record)
 
 
 def _with_rounding(check: ProofCheck, target: Target, rounded: TrainerRun, trainer: TrainerRun) -> ProofCheck:

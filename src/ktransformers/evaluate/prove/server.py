@@ -7,7 +7,6 @@ can be replayed in its batches, and a difference can be traced to its layer.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -22,8 +21,8 @@ from torch import Tensor
 
 from ktransformers.adapters.comparison import LogprobsAndNorms, Projections, recording_projections
 from ktransformers.adapters.router_choices import PADDING, RouterChoices, RouterRecorder, recording_choices
+from ktransformers.ground.client import Client
 from ktransformers.ground.errors import InputError, KTError
-from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.launch import LogLine, bind_socket
 from ktransformers.serve.loading import open_service
@@ -58,8 +57,7 @@ def start_server(launch: Launch, target: Target, log: LogLine) -> Iterator[tuple
 def find_names(client: Client, target: Target) -> tuple[str, str, str]:
     """(base, adapter, name of an adapter that was loaded for this or "") as the server names them."""
     name, directory = target.adapters[0]
-    with client.open("/v1/models") as reply:
-        models = json.loads(reply.read())["data"]
+    models = client.request("/v1/models")["data"]
     bases = [model["id"] for model in models if model.get("parent") is None]
     for model in models:
         if model.get("parent") is not None and Path(str(model.get("root"))).resolve() == Path(directory).resolve():
@@ -76,8 +74,7 @@ def find_names(client: Client, target: Target) -> tuple[str, str, str]:
 
 def bound_matrices(client: Client, adapter: str) -> int | None:
     """The number of matrices with factors that the server has bound; None: it does not report it."""
-    with client.open("/v1/models") as reply:
-        models = {model["id"]: model for model in json.loads(reply.read())["data"]}
+    models = {model["id"]: model for model in client.request("/v1/models")["data"]}
     matrices = models.get(adapter, {}).get("matrices")
     return None if matrices is None else int(matrices)
 
@@ -85,8 +82,7 @@ def bound_matrices(client: Client, adapter: str) -> int | None:
 def score_row(client: Client, name: str, row: Sequence[int]) -> Tensor:
     """Log-probabilities of a row as the server reports them."""
     body = {"model": name, "prompt": list(row), "echo": True, "logprobs": 0, "max_tokens": 0}
-    with client.open("/v1/completions", body) as reply:
-        logprobs = json.loads(reply.read())["choices"][0]["logprobs"]["token_logprobs"]
+    logprobs = client.request("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]
     if len(logprobs) != len(row):
         raise KTError(f"{client.url}: {len(logprobs)} log-probabilities for {len(row)} tokens of {name}")
     return torch.tensor([float("nan") if value is None else float(value) for value in logprobs[1:]])

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from ktransformers.ground.client import Client
 from ktransformers.ground.errors import InputError, KTError
-from ktransformers.serve.client import Client
 
 PAGE = b"<html>\n  <p>Error</p>\n</html>"
 PART = b'data: {"choices": []}\n\n'
@@ -42,14 +42,17 @@ def answering(status: int, body: bytes, promised: int | None = None) -> Iterator
 
 @pytest.mark.parametrize("body", [PAGE, b"[]", b"{}", b'{"data": [1]}', b'{"data": []}', b"\xff"])
 def test_server_of_another_kind(body: bytes) -> None:
-    with answering(200, body) as url, pytest.raises(InputError, match="lists no models, expected a server of the"):
+    with (
+        answering(200, body) as url,
+        pytest.raises(InputError, match=r"(lists no models|answers no JSON), expected a server of the"),
+    ):
         Client(url, None).models()
 
 
 def test_page_of_an_error_is_one_line() -> None:
     with answering(404, PAGE) as url, pytest.raises(KTError) as error:
         Client(url, None).models()
-    assert str(error.value) == "the server answered 404: <html> <p>Error</p> </html>"
+    assert str(error.value) == f"{url}: the server answered 404: <html> <p>Error</p> </html>"
 
 
 def test_connection_that_ends_during_an_answer() -> None:

@@ -1,11 +1,12 @@
-"""A small client for servers that speak the OpenAI API, for `kt chat` and `kt prove`. It uses only the standard
-library, so that it starts at once.
+"""A small client for servers that speak the OpenAI API, for `kt chat`, `kt prove`, `kt eval` and `kt loop`. It
+uses only the standard library, so that it starts at once.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator
@@ -13,26 +14,41 @@ from typing import Any
 
 from ktransformers.ground.errors import InputError, KTError
 
+FIRST_RETRY_SECONDS = 1.0  # doubled after each attempt
+RETRIED_STATUS = {408, 429, 500, 502, 503, 504}
+
 
 class Client:
-    def __init__(self, url: str, key: str | None) -> None:
+    """`attempts`: for requests that a busy server refuses or that do not reach it."""
+
+    def __init__(self, url: str, key: str | None = None, *, attempts: int = 1, timeout: float = 3600.0) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._key = key
+        self._key, self._attempts, self._timeout = key, attempts, timeout
 
     def open(self, path: str, body: dict[str, Any] | None = None) -> Any:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         data = None if body is None else json.dumps(body).encode()
-        try:
-            return urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=3600)
-        except urllib.error.HTTPError as error:
-            message = error.read().decode(errors="replace")
+        for attempt in range(1, self._attempts + 1):
             try:
-                message = json.loads(message)["error"]["message"]
-            except (ValueError, KeyError, TypeError):
-                message = " ".join(message.split())[:200]  # a page of HTML, as a server of another kind sends it
-            raise KTError(f"the server answered {error.code}: {message}") from error
-        except (OSError, ValueError) as error:
-            raise InputError("url", f"{self.url} ({error})", "a server that is running", "start `kt serve`") from error
+                request = urllib.request.Request(self.url + path, data, headers)
+                return urllib.request.urlopen(request, timeout=self._timeout)
+            except urllib.error.HTTPError as error:
+                if error.code not in RETRIED_STATUS or attempt == self._attempts:
+                    raise KTError(f"{self.url}: the server answered {error.code}: {_message(error)}") from error
+            except (OSError, ValueError) as error:
+                if attempt == self._attempts:
+                    given = f"{self.url} ({error})"
+                    raise InputError("url", given, "a server that is running", "start `kt serve`") from error
+            time.sleep(FIRST_RETRY_SECONDS * 2 ** (attempt - 1))
+        raise AssertionError("every path above returns or raises")
+
+    def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON of the answer."""
+        with self.open(path, body) as reply:
+            try:
+                return json.loads(reply.read())
+            except ValueError as error:
+                raise InputError("url", f"{self.url}, which answers no JSON", "a server of the OpenAI API") from error
 
     def models(self) -> list[str]:
         return list(self.template_origins())
@@ -40,8 +56,7 @@ class Client:
     def template_origins(self) -> dict[str, str | None]:
         """Served names with the origin of the chat template: `adapter` if it is another than the base's."""
         try:
-            with self.open("/v1/models") as reply:
-                models = json.loads(reply.read())["data"]
+            models = self.request("/v1/models")["data"]
             if not models:
                 raise LookupError("no models")
             return {str(model["id"]): model.get("chat_template") for model in models}
@@ -80,3 +95,11 @@ class Client:
                 yield raw.decode("utf-8", "replace").strip()
         except (OSError, http.client.HTTPException) as error:
             raise KTError(f"{self.url}: the connection ended during the answer ({error})") from error
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    text = error.read().decode(errors="replace")
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return " ".join(text.split())[:200]  # a page of HTML, as a server of another kind sends it
