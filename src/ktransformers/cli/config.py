@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ktransformers.cli import ask
-from ktransformers.cli.options import Json
+from ktransformers.cli.options import Json, print_result
 
 config = typer.Typer(name="config", help="Settings of this user.", no_args_is_help=True)
 
@@ -43,12 +43,12 @@ def show(
 
     values = settings.effective_values() if key is None else {key: settings.value(key)}
     given = {f"{section}.{name}" for section, names in settings.read_config_file().items() for name in names}
-    if as_json:
-        print(json.dumps({word: {"value": values[word], "set": word in given} for word in values}, indent=2))
-        return
-    for word, value in values.items():
-        mark = "*" if word in given else " "
-        print(f"{mark} {word:<20} {format_value(value) or '-':<24} {settings.keys()[word]}")
+    document = {word: {"value": value, "set": word in given} for word, value in values.items()}
+    lines = [
+        f"{'*' if word in given else ' '} {word:<20} {format_value(value) or '-':<24} {settings.keys()[word]}"
+        for word, value in values.items()
+    ]
+    print_result(document, lines, as_json)
 
 
 @config.command()
@@ -57,7 +57,7 @@ def get(key: Key, as_json: Json = False) -> None:
     from ktransformers.ground import settings
 
     value = settings.value(key)
-    print(json.dumps(value) if as_json else format_value(value))
+    print_result(value, [format_value(value)], as_json)
 
 
 @config.command("set")
@@ -70,7 +70,7 @@ def set_key(
     from ktransformers.ground import settings
 
     now = settings.set_value(key, value or None)
-    print(json.dumps({key: now}) if as_json else f"{key} = {format_value(now)}")
+    print_result({key: now}, [f"{key} = {format_value(now)}"], as_json)
 
 
 @config.command()
@@ -79,7 +79,7 @@ def path(as_json: Json = False) -> None:
     from ktransformers.ground import settings
 
     file = settings.config_file()
-    print(json.dumps({"path": str(file), "exists": file.exists()}) if as_json else file)
+    print_result({"path": str(file), "exists": file.exists()}, [str(file)], as_json)
 
 
 @config.command()
@@ -94,10 +94,8 @@ def reset(
     if file.exists():
         ask.for_consent(f"delete {file}?", yes, quiet=as_json)
     existed = settings.reset()
-    if as_json:
-        print(json.dumps({"path": str(file), "reset": existed}))
-    else:
-        print(f"{file} is deleted" if existed else f"nothing was set: {file} does not exist")
+    line = f"{file} is deleted" if existed else f"nothing was set: {file} does not exist"
+    print_result({"path": str(file), "reset": existed}, [line], as_json)
 
 
 @config.command()
@@ -117,8 +115,5 @@ def init(as_json: Json = False) -> None:
             lines.append(f"#   {key.partition('.')[2]}: {json.dumps(value)}  # {settings.keys()[key]}")
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, "\n".join(lines) + "\n")
-    if as_json:
-        print(json.dumps({"path": str(file), "written": written}))
-    else:
-        state = "written: every line is a comment, remove the # of what you set" if written else "there already"
-        print(f"{file} is {state}")
+    state = "written: every line is a comment, remove the # of what you set" if written else "there already"
+    print_result({"path": str(file), "written": written}, [f"{file} is {state}"], as_json)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ktransformers.cli.options import Verbose
+from ktransformers.cli.options import Verbose, print_result
 
 
 def convert(
@@ -40,16 +39,13 @@ def convert(
         dtype=dtype,
         overwrite=overwrite,
     )
-    if as_json:
-        print(json.dumps(done.to_json(), indent=2))
-        return
     shared = ", gate and up share A" if done.shared else ""
-    print(
-        f"read             {done.source}, {done.read} tensors, {done.layers} layers of {done.experts} experts{shared}"
-    )
+    read = f"{done.source}, {done.read} tensors, {done.layers} layers of {done.experts} experts{shared}"
+    lines = [f"read             {read}"]
     if done.model is None:
-        print("model            its config.json was not found: sizes and layers were not compared")
+        lines.append("model            its config.json was not found: sizes and layers were not compared")
     outputs = {"merged": done.merged, "expert-only": done.expert_only, "non-expert-only": done.nonexpert_only}
     for word, output in outputs.items():
         if output is not None:
-            print(f"{word:<16} {output.tensors} tensors, {', '.join(output.target_modules)}: {output.path}")
+            lines.append(f"{word:<16} {output.tensors} tensors, {', '.join(output.target_modules)}: {output.path}")
+    print_result(done.to_json(), lines, as_json)

@@ -7,7 +7,6 @@ The exit status is 1 if experts cannot run here at all; what only costs speed is
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import platform
 import shutil
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ktransformers.cli.checks import Cuda, Disk, Finding
+from ktransformers.cli.options import print_result
 
 if TYPE_CHECKING:
     from ktransformers._core import Machine, VariantInfo
@@ -255,14 +255,10 @@ def doctor(
 ) -> None:
     """Show what this machine offers, what is missing, and how to fix it."""
     report = examine(expert_threads=expert_threads)
-    if as_json:
-        print(json.dumps(dataclasses.asdict(report) | {"ok": not report.errors}, indent=2))
-    else:
-        for name, value in report_rows(report):
-            print(f"{name:<22} {value}")
-        for finding in report.findings:
-            print(f"\n{finding.level}: {finding.about}: {finding.text}")
-            if finding.fix:
-                print(f"  fix: {finding.fix}")
+    lines = [f"{name:<22} {value}" for name, value in report_rows(report)]
+    for finding in report.findings:
+        lines.append(f"\n{finding.level}: {finding.about}: {finding.text}")
+        lines += [f"  fix: {finding.fix}"] if finding.fix else []
+    print_result(dataclasses.asdict(report) | {"ok": not report.errors}, lines, as_json)
     if report.errors:
         raise typer.Exit(1)

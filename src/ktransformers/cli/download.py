@@ -11,7 +11,7 @@ import typer
 
 from ktransformers.cli import ask
 from ktransformers.cli.model import complete_names, find_entry
-from ktransformers.cli.options import Json
+from ktransformers.cli.options import Json, print_result
 from ktransformers.cli.progress import drawn_reports, progress_bar
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.ground.errors import InputError
@@ -115,31 +115,21 @@ def _download_from_hub(
     if not dry_run:
         with progress_bar(repo, quiet=as_json, unit="bytes") as progress:
             return hub.download(listing, target, endpoint=endpoint, workers=workers, progress=progress)
-    if as_json:
-        files = {name: file.size for name, file in listing.files.items()}
-        print(json.dumps({"repo": repo, "revision": listing.revision, "bytes": listing.size, "files": files}, indent=2))
-    else:
-        for name, file in listing.files.items():
-            print(f"{gigabytes(file.size or 0):>12}  {name}")
-        print(f"{gigabytes(listing.size):>12}  in {len(listing.files)} files, at {listing.revision}, into {target}")
+    files = {name: file.size for name, file in listing.files.items()}
+    lines = [f"{gigabytes(size or 0):>12}  {name}" for name, size in files.items()]
+    lines.append(f"{gigabytes(listing.size):>12}  in {len(files)} files, at {listing.revision}, into {target}")
+    print_result({"repo": repo, "revision": listing.revision, "bytes": listing.size, "files": files}, lines, as_json)
     return None
 
 
 def _print_download(entry: Entry, downloaded: Downloaded, checked: Verified, as_json: bool) -> None:
-    if as_json:
-        document: dict[str, Any] = {"name": entry.name, "path": str(entry.path), "repo": entry.repo}
-        document |= {
-            "revision": entry.revision,
-            "bytes": downloaded.listing.size,
-            "fetched": downloaded.fetched,
-            "kept": downloaded.kept,
-        }
-        print(json.dumps(document | {"resumed": downloaded.resumed, "check": checked.to_json()}, indent=2))
-    else:
-        resumed = f", {gigabytes(downloaded.resumed)} of them from an earlier run" if downloaded.resumed else ""
-        size, kept = gigabytes(downloaded.listing.size), downloaded.kept
-        print(f"{entry.name}: {size}{resumed}, {kept} files were here: {entry.path}")
-        _print_findings(checked)
+    listing, kept = downloaded.listing, downloaded.kept
+    document: dict[str, Any] = {"name": entry.name, "path": str(entry.path)}
+    document |= {"repo": entry.repo, "revision": entry.revision}
+    document |= {"bytes": listing.size, "fetched": downloaded.fetched, "kept": kept, "resumed": downloaded.resumed}
+    resumed = f", {gigabytes(downloaded.resumed)} of them from an earlier run" if downloaded.resumed else ""
+    line = f"{entry.name}: {gigabytes(listing.size)}{resumed}, {kept} files were here: {entry.path}"
+    print_result(document | {"check": checked.to_json()}, [line, *_finding_lines(checked)], as_json)
     if not checked.whole:
         raise typer.Exit(1)
 
@@ -169,12 +159,12 @@ def verify(
         with drawn_reports(quiet=as_json):
             result = check(entry.path, hashes_known, hashes=hashes)
         results.append(result)
+        state = "whole" if result.whole else "damaged"
+        without = f", {result.unknown} weight files without a known hash" if result.unknown else ""
+        counted = f"{result.files} files, {result.tensors} tensors, {gigabytes(result.bytes)}"
+        line = f"{entry.name}: {state}; {counted}, {result.hashed} hashes compared{without}"
         if not as_json:
-            state = "whole" if result.whole else "damaged"
-            without = f", {result.unknown} weight files without a known hash" if result.unknown else ""
-            counted = f"{result.files} files, {result.tensors} tensors, {gigabytes(result.bytes)}"
-            print(f"{entry.name}: {state}; {counted}, {result.hashed} hashes compared{without}")
-            _print_findings(result)
+            print("\n".join([line, *_finding_lines(result)]))
     if as_json:
         documents = [{"name": entry.name, **result.to_json()} for entry, result in zip(entries, results, strict=True)]
         print(json.dumps(documents[0] if model else documents, indent=2))
@@ -192,6 +182,7 @@ def _hub_hashes(entry: Entry) -> dict[str, Any]:
     return {name: file for name, file in listing.files.items() if (entry.path / name).is_file()}
 
 
-def _print_findings(result: Verified) -> None:
-    for finding in result.findings:
-        print(f"  {finding.level:<8} {finding.file}: {finding.text}" + (f"; {finding.fix}" if finding.fix else ""))
+def _finding_lines(result: Verified) -> list[str]:
+    fixes = [f"; {finding.fix}" if finding.fix else "" for finding in result.findings]
+    found = zip(result.findings, fixes, strict=True)
+    return [f"  {finding.level:<8} {finding.file}: {finding.text}{fix}" for finding, fix in found]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import typer
 
-from ktransformers.cli.options import Json
+from ktransformers.cli.options import Json, print_result
 
 if TYPE_CHECKING:
     from ktransformers.train.llamafactory.switch import SwitchState
@@ -23,15 +22,10 @@ def llamafactory_group() -> None:
 
 
 def print_state(state: SwitchState, as_json: bool) -> None:
-    if as_json:
-        document = {"on": state.on, "file": str(state.file), "packages": state.packages, "problem": state.problem}
-        print(json.dumps(document, indent=2))
-        return
-    print(f"{'on' if state.on else 'off'}: {state.file}")
-    for name, version in state.packages.items():
-        if version is not None:
-            print(f"{name} {version}")
-    print(state.problem or "these versions work with use_kt")
+    document = {"on": state.on, "file": str(state.file), "packages": state.packages, "problem": state.problem}
+    packages = [f"{name} {version}" for name, version in state.packages.items() if version is not None]
+    problem = state.problem or "these versions work with use_kt"
+    print_result(document, [f"{'on' if state.on else 'off'}: {state.file}", *packages, problem], as_json)
 
 
 @llamafactory.command()

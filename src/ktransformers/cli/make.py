@@ -3,14 +3,13 @@ are one verb under two names; `smollm2-moe` stands for the dense model that a pa
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ktransformers.cli.options import Json
+from ktransformers.cli.options import Json, print_result
 from ktransformers.cli.progress import drawn_reports, progress_bar
 from ktransformers.ground.errors import InputError
 
@@ -55,9 +54,7 @@ def upcycle(
     with progress_bar("Converting layers", quiet=as_json) as progress:
         parameters = write(model, out, recipe, progress)
     seconds = time.perf_counter() - start
-    if as_json:
-        document = {"directory": str(out), "family": family, "experts": experts, "top_k": top_k}
-        print(json.dumps({**document, "parameters": parameters, "dtype": dtype, "seconds": round(seconds, 2)}))
-    else:
-        shape = f"{family}, {experts} experts, top {top_k}"
-        print(f"{out}: {shape}, {parameters / 1e6:.1f}M parameters, {dtype}, {seconds:.1f} s")
+    document = {"directory": str(out), "family": family, "experts": experts, "top_k": top_k}
+    document |= {"parameters": parameters, "dtype": dtype, "seconds": round(seconds, 2)}
+    shape = f"{family}, {experts} experts, top {top_k}"
+    print_result(document, [f"{out}: {shape}, {parameters / 1e6:.1f}M parameters, {dtype}, {seconds:.1f} s"], as_json)

@@ -7,7 +7,6 @@ and deleted. A plain model that cannot be compared on this machine is written al
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktransformers.cli.model import complete_names
-from ktransformers.cli.options import Verbose
+from ktransformers.cli.options import Verbose, print_result
 from ktransformers.cli.quant import normalise_format, report_lines
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.ground.errors import InputError
@@ -109,7 +108,7 @@ def merge(
             overwrite=overwrite,
             progress=show,
         )
-    print(json.dumps(done.to_json(), indent=2) if as_json else "\n".join(packed_lines(done)))
+    print_result(done.to_json(), packed_lines(done), as_json)
 
 
 def merge_plain(
@@ -134,23 +133,20 @@ def merge_plain(
         done = adapters.merge(
             model, adapter, out, dtype=dtype, overwrite=overwrite, progress=show, compare=compare, max_kl=limit
         )
-    if as_json:
-        print(json.dumps(done.to_json(), indent=2))
-        return
     resumed = f" ({done.resumed} from an earlier run)" if done.resumed else ""
-    print(
-        f"written          {done.tensors} tensors in {done.shards} shards{resumed}, {done.changed} changed: {done.out}"
-    )
+    written = f"{done.tensors} tensors in {done.shards} shards{resumed}, {done.changed} changed: {done.out}"
     check = done.check
-    print(f"read back        {check.rows} rows, worst {check.worst:.2f} of the rounding allowed")
-    print(
-        f"delta kept       {check.kept:.1%}"
-        + ("" if check.kept >= MIN_DELTA_KEPT else f"; the rest fell to {dtype}'s rounding")
-    )
+    lost = "" if check.kept >= MIN_DELTA_KEPT else f"; the rest fell to {dtype}'s rounding"
+    lines = [
+        f"written          {written}",
+        f"read back        {check.rows} rows, worst {check.worst:.2f} of the rounding allowed",
+        f"delta kept       {check.kept:.1%}{lost}",
+    ]
     if done.divergence is not None:
-        print("\n".join(divergence_lines(done.divergence, limit)))
+        lines += divergence_lines(done.divergence, limit)
     elif done.skipped is not None:
-        print(f"not compared     {done.skipped}")
+        lines.append(f"not compared     {done.skipped}")
+    print_result(done.to_json(), lines, as_json)
 
 
 def packed_lines(done: PackedMerge) -> list[str]:

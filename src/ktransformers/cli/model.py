@@ -6,14 +6,13 @@ a name deletes no file unless `--files` is given."""
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ktransformers.cli import ask
-from ktransformers.cli.options import Json
+from ktransformers.cli.options import Json, print_result
 from ktransformers.cli.progress import drawn_reports
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.ground import progress
@@ -51,11 +50,10 @@ def entry_document(entry: Entry) -> dict[str, Any]:
     return fields | {"exists": entry.exists} | (dataclasses.asdict(read_facts(entry.path)) if entry.exists else {})
 
 
-def print_columns(rows: list[list[str]]) -> None:
-    """Print left-aligned columns, each as wide as its longest cell."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+def column_lines(rows: list[list[str]]) -> list[str]:
+    """Left-aligned columns, each as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def describe_kind(fields: dict[str, Any]) -> str:
@@ -78,19 +76,12 @@ def list_models(
 
     documents = [entry_document(entry) for entry in all_models()]
     documents = [entry for entry in documents if not moe or entry.get("experts")]
-    if as_json:
-        print(json.dumps(documents, indent=2))
-    elif not documents:
-        print("no model yet: `kt run smollm2-moe` makes a small one; or `kt model download`, `add DIR`")
-    else:
-        heads = [["NAME", "KIND", "SIZE", "PATH"]]
-        print_columns(
-            heads
-            + [
-                [entry["name"], describe_kind(entry), gigabytes(entry.get("bytes", 0)), entry["path"]]
-                for entry in documents
-            ]
-        )
+    rows = [
+        [entry["name"], describe_kind(entry), gigabytes(entry.get("bytes", 0)), entry["path"]] for entry in documents
+    ]
+    lines = column_lines([["NAME", "KIND", "SIZE", "PATH"], *rows])
+    none = "no model yet: `kt run smollm2-moe` makes a small one; or `kt model download`, `add DIR`"
+    print_result(documents, lines if documents else [none], as_json)
 
 
 @model.command()
@@ -99,26 +90,21 @@ def known(as_json: Json = False) -> None:
     from ktransformers.ground.model_registry import known_models
 
     documents = [_known_document(entry) for entry in known_models()]
-    if as_json:
-        print(json.dumps(documents, indent=2))
-        return
-    heads = [["NAME", "HOST MEMORY", "IN INT4", "GPU", "FORMATS", "HUB ID"]]
-    print_columns(
-        heads
-        + [
-            [
-                entry["name"],
-                *(_memory_cell(entry["memory"], word) for word in ("host", "host_int4", "gpu")),
-                ", ".join(entry["releases"]),
-                next(iter(entry["releases"].values())) + (" (not served)" if entry["unserved"] else ""),
-            ]
-            for entry in documents
-        ]
-    )
-    print("memory as `kt plan` has it for one sequence of 8192 tokens; -: it is planned once config.json is here")
+    rows = [["NAME", "HOST MEMORY", "IN INT4", "GPU", "FORMATS", "HUB ID"]]
     for entry in documents:
-        if entry["unserved"]:
-            print(f"{entry['name']} is trained, and `kt serve` refuses it: {entry['unserved']}")
+        memory = [_memory_cell(entry["memory"], word) for word in ("host", "host_int4", "gpu")]
+        repo = next(iter(entry["releases"].values())) + (" (not served)" if entry["unserved"] else "")
+        rows.append([entry["name"], *memory, ", ".join(entry["releases"]), repo])
+    lines = column_lines(rows)
+    lines.append(
+        "memory as `kt plan` has it for one sequence of 8192 tokens; -: it is planned once config.json is here"
+    )
+    lines += [
+        f"{entry['name']} is trained, and `kt serve` refuses it: {entry['unserved']}"
+        for entry in documents
+        if entry["unserved"]
+    ]
+    print_result(documents, lines, as_json)
 
 
 def _memory_cell(memory: dict[str, int] | None, word: str) -> str:
@@ -182,10 +168,8 @@ def _hash_files(path: Path) -> dict[str, Any]:
 
 def print_entry(entry: Entry, as_json: bool) -> None:
     fields = entry_document(entry)
-    if as_json:
-        print(json.dumps(fields, indent=2))
-    else:
-        print(f"{entry.name}: {describe_kind(fields)}, {gigabytes(fields.get('bytes', 0))}, {entry.path}")
+    line = f"{entry.name}: {describe_kind(fields)}, {gigabytes(fields.get('bytes', 0))}, {entry.path}"
+    print_result(fields, [line], as_json)
 
 
 @model.command()
@@ -201,9 +185,6 @@ def info(name: Name, as_json: Json = False) -> None:
         "shape": _shape_document(entry.path),
         "findings": [dataclasses.asdict(finding) for finding in checked.findings],
     }
-    if as_json:
-        print(json.dumps(fields, indent=2))
-        return
     rows = [("name", entry.name), ("path", str(entry.path)), ("kind", describe_kind(fields))]
     if entry.repo:
         rows.append(("from", f"{entry.repo} at {entry.revision or 'an unknown revision'} ({entry.source})"))
@@ -216,7 +197,7 @@ def info(name: Name, as_json: Json = False) -> None:
         rows.append(("experts", f"{shape['experts']} of width {shape['intermediate']}, top {shape['top_k']}"))
         rows.append(("context", f"{shape['context']} tokens, vocabulary {shape['vocabulary']}"))
     rows += [(finding.level, f"{finding.file}: {finding.text}") for finding in checked.findings]
-    print_columns([[label, value] for label, value in rows])
+    print_result(fields, column_lines([[label, value] for label, value in rows]), as_json)
 
 
 def _shape_document(path: Path) -> dict[str, Any] | None:
@@ -262,10 +243,8 @@ def rm(
         ask.for_consent(f"delete {entry.path} ({size})?", yes, quiet=as_json)
         _delete(entry.path)
     model_registry.remove(entry.name)
-    if as_json:
-        print(json.dumps({"removed": entry.name, "path": str(entry.path), "deleted": files}))
-    else:
-        print(f"{entry.name} is forgotten; {entry.path} is {'deleted' if files else 'untouched'}")
+    line = f"{entry.name} is forgotten; {entry.path} is {'deleted' if files else 'untouched'}"
+    print_result({"removed": entry.name, "path": str(entry.path), "deleted": files}, [line], as_json)
 
 
 def _delete(path: Path) -> None:
@@ -289,12 +268,9 @@ def refresh(as_json: Json = False) -> None:
     from ktransformers.ground import model_registry
 
     removed = [model_registry.remove(entry.name) for entry in model_registry.entries() if not entry.exists]
-    if as_json:
-        print(json.dumps({"removed": [entry.name for entry in removed]}))
-        return
-    for entry in removed:
-        print(f"{entry.name} is forgotten; {entry.path} is gone")
-    print(f"{len(model_registry.entries())} models are registered")
+    lines = [f"{entry.name} is forgotten; {entry.path} is gone" for entry in removed]
+    lines.append(f"{len(model_registry.entries())} models are registered")
+    print_result({"removed": [entry.name for entry in removed]}, lines, as_json)
 
 
 @model.command("path-list")
@@ -338,10 +314,7 @@ def print_paths(as_json: bool) -> None:
     from ktransformers.ground import model_registry
 
     folders = [str(folder) for folder in model_registry.search_folders()]
-    if as_json:
-        print(json.dumps(folders))
-    else:
-        print("\n".join(folders) or "no folder yet: `kt model path-add DIR`")
+    print_result(folders, folders or ["no folder yet: `kt model path-add DIR`"], as_json)
 
 
 @model.command()
@@ -361,9 +334,7 @@ def prepare(
 
     with drawn_reports(quiet=as_json):
         prepared = write(resolve(source), out, experts)
-    if as_json:
-        print(json.dumps(dataclasses.asdict(prepared), indent=2))
-        return
-    print(f"{prepared.directory}: {prepared.model_type}, {prepared.links} links to {prepared.source}")
+    lines = [f"{prepared.directory}: {prepared.model_type}, {prepared.links} links to {prepared.source}"]
     if prepared.quantised is not None:
-        print(f"the source is quantised with {prepared.quantised}, which is recorded in config.json")
+        lines.append(f"the source is quantised with {prepared.quantised}, which is recorded in config.json")
+    print_result(dataclasses.asdict(prepared), lines, as_json)

@@ -1,4 +1,5 @@
-"""Options that several verbs have, and `with_options`, which makes the options of a verb of a dataclass.
+"""Options that several verbs have, and `print_result`, which prints a result with or without `--json`, and
+`with_options`, which makes the options of a verb of a dataclass.
 
 `--quiet` is added to every registered command in one place, so that no verb can lack it. `--no-verify` sets KT_VERIFY,
 so that every model of the command is loaded so, also in processes that it starts.
@@ -9,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 import os
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -21,6 +23,11 @@ from ktransformers.cli.progress import set_quiet
 T = TypeVar("T")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result and errors, no progress and no notes.")]
+
+
+def print_result(document: Any, lines: Iterable[str], as_json: bool) -> None:
+    """Prints the result of a verb: with `--json` the document, else the lines."""
+    print(json.dumps(document, indent=2) if as_json else "\n".join(lines))
 
 
 def show_log(verbose: bool) -> bool:

@@ -6,7 +6,6 @@ the memory. Without `--train` and `--serve` both are planned, with the defaults 
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ktransformers.cli import ask
-from ktransformers.cli.options import Json
+from ktransformers.cli.options import Json, print_result
 from ktransformers.cli.plan_text import plan_rows, published_rows, summary_rows
 from ktransformers.cli.progress import log
 from ktransformers.cli.sizes import gigabytes
@@ -62,12 +61,9 @@ def _choose_machine(name: str, gpu: str | None, ram: str | None, remeasure: bool
 def _print_machines(as_json: bool) -> None:
     from ktransformers.plan import profiles
 
-    if as_json:
-        machines = {name: {"cpu": one.cpu.name, "memory": one.memory} for name, one in profiles().items()}
-        print(json.dumps(machines, indent=2))
-        return
-    for name, one in profiles().items():
-        print(f"{name:<16} {one.cpu.name}, {gigabytes(one.memory)}")
+    machines = {name: {"cpu": one.cpu.name, "memory": one.memory} for name, one in profiles().items()}
+    lines = [f"{name:<16} {one.cpu.name}, {gigabytes(one.memory)}" for name, one in profiles().items()]
+    print_result(machines, lines, as_json)
 
 
 def _linear_format(rest: str | None) -> str | None:
@@ -231,13 +227,9 @@ def _show_plans(plans: dict[str, Plan], shape: ModelShape, target: Machine, html
 
         drawn = {name: (planned, rows[name]) for name, planned in plans.items()}
         write_text(html, plan_page(f"{shape.name}: {numbers}", machine_text, drawn))
-    if as_json:
-        print(json.dumps({name: plan_document(planned) for name, planned in plans.items()}, indent=2))
-        return
-    for name, value in (("model", f"{shape.name}: {numbers}"), ("machine", machine_text)):
-        print(f"{name:<10} {value}")
+    lines = [f"{'model':<10} {shape.name}: {numbers}", f"{'machine':<10} {machine_text}"]
     for name, planned in plans.items():
-        print(f"\n{name}: {'fits' if planned.best else 'does not fit'}")
+        lines.append(f"\n{name}: {'fits' if planned.best else 'does not fit'}")
         width = max(10, *(len(row) for row, _ in rows[name]))
-        for row, value in rows[name]:
-            print(f"{row:<{width}} {value}")
+        lines += [f"{row:<{width}} {value}" for row, value in rows[name]]
+    print_result({name: plan_document(planned) for name, planned in plans.items()}, lines, as_json)

@@ -9,7 +9,6 @@ backward weights) mean what they mean there with that layout; without it, and in
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktransformers.cli.options import Json, with_options
+from ktransformers.cli.options import Json, print_result, with_options
 from ktransformers.cli.progress import log, progress_bar
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.ground.errors import InputError
@@ -233,10 +232,6 @@ def done_lines(done: Converted | KTConverted, plan: ConversionPlan | KTPlan, lay
     return [*lines, f"{done.directory}{state} ({taken})"]
 
 
-def show(document: dict[str, Any], lines: list[str], as_json: bool) -> None:
-    print(json.dumps(document, indent=2) if as_json else "\n".join(lines))
-
-
 def run_packed(source: Path, options: QuantOptions) -> None:
     options.require_out()
     selected, calib, down = options.selected, options.calib, options.down_format
@@ -263,7 +258,7 @@ def run_packed(source: Path, options: QuantOptions) -> None:
     if calib is not None and done.whole:
         report = add_calibration(done, plan, calib, options.calib_tokens)
     lines = [*done_lines(done, plan, len(report.layers)), *report_lines(report)]
-    show(done_document(done) | report.to_json(), lines, options.as_json)
+    print_result(done_document(done) | report.to_json(), lines, options.as_json)
 
 
 def show_plan(plan: ConversionPlan, seconds: float, as_json: bool) -> None:
@@ -285,7 +280,7 @@ def show_plan(plan: ConversionPlan, seconds: float, as_json: bool) -> None:
     experts = sum(layer.packed_bytes for layer in plan.layers)
     parts = f"experts {gigabytes(experts)}, the rest {gigabytes(plan.rest_out_bytes)}"
     lines += plan_lines(plan, seconds, parts)
-    show(document | {"rest_out_bytes": plan.rest_out_bytes}, lines, as_json)
+    print_result(document | {"rest_out_bytes": plan.rest_out_bytes}, lines, as_json)
 
 
 def run_kt(source: Path, options: QuantOptions) -> None:
@@ -306,7 +301,7 @@ def run_kt(source: Path, options: QuantOptions) -> None:
         seconds, files = estimate_kt(plan), "merged safetensors" if plan.merged else "a tree of .kt files"
         lines = [f"layout   kt-kernel, {method}, {files} for {parts} NUMA nodes"]
         lines += plan_lines(plan, seconds, f"{gigabytes(plan.layer_bytes)} a layer")
-        show({**facts, "layers": count, **plan_document(plan, seconds)}, lines, options.as_json)
+        print_result({**facts, "layers": count, **plan_document(plan, seconds)}, lines, options.as_json)
         return
     stem = source.stem if source.suffix == ".gguf" else source.name
     target = options.out or source.absolute().with_name(f"{stem}-{method}-NUMA{parts}")
@@ -317,7 +312,9 @@ def run_kt(source: Path, options: QuantOptions) -> None:
     lines = lines if options.profile else []
     lines += done_lines(done, plan, done.kept_layers + len(times))
     lines += [f"{method} for kt-kernel with threadpool_count {parts}"] if done.whole else []
-    show({**done_document(done), **facts, "out_bytes": plan.out_bytes, "layer_seconds": times}, lines, options.as_json)
+    print_result(
+        {**done_document(done), **facts, "out_bytes": plan.out_bytes, "layer_seconds": times}, lines, options.as_json
+    )
 
 
 def run_plain(source: Path, options: QuantOptions) -> None:
@@ -333,7 +330,7 @@ def run_plain(source: Path, options: QuantOptions) -> None:
     if out is None or options.dry_run:
         sizes = {"source_bytes": plan.source_bytes, "out_bytes": plan.out_bytes, "shards": len(plan.shards)}
         written = f"{gigabytes(plan.source_bytes)} -> {gigabytes(plan.out_bytes)} in {len(plan.shards)} files of bf16"
-        show(sizes, [written], options.as_json)
+        print_result(sizes, [written], options.as_json)
         return
     with progress_bar("Converting", quiet=options.as_json, unit="bytes") as progress:
         done = write_plain(plan, out, progress)
@@ -341,7 +338,7 @@ def run_plain(source: Path, options: QuantOptions) -> None:
     files = f"{done.shards} file{'s' if done.shards > 1 else ''}"
     lines = [f"{done.directory} ({gigabytes(done.bytes)}, {format_duration(done.seconds)})"]
     lines.append(f"{done.tensors} tensors in {files}{kept}; stock transformers opens it")
-    show(done.to_json(), lines, options.as_json)
+    print_result(done.to_json(), lines, options.as_json)
 
 
 TARGETS = {"--layout packed": run_packed, "--layout kt-kernel": run_kt, "--plain": run_plain}

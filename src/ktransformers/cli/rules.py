@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ktransformers.cli.model import print_columns
+from ktransformers.cli.model import column_lines
+from ktransformers.cli.options import print_result
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.ground.errors import InputError
 
@@ -57,11 +57,8 @@ def rules(
         released = shape.stored
         coded = shape.quantized_bytes / shape.quantized_weights if shape.quantized_weights else None
     report = report_rules(meta_model(folder), rule_file, released, coded)
-    if as_json:
-        document = {"rules": str(rule_file.path), "model": str(folder), **report.document()}
-        print(json.dumps(document, indent=2))
-        return
-    _print_table(report)
+    document = {"rules": str(rule_file.path), "model": str(folder), **report.document()}
+    print_result(document, _table_lines(report), as_json)
 
 
 def _write(given: str, target: str | None) -> None:
@@ -77,17 +74,14 @@ def _write(given: str, target: str | None) -> None:
     print(path)
 
 
-def _print_table(report: RuleReport) -> None:
+def _table_lines(report: RuleReport) -> list[str]:
     from ktransformers.place.rule_report import rows
 
-    lines = [["module", "class", "operator", "on", "format", "modules", "size"]]
+    table = [["module", "class", "operator", "on", "format", "modules", "size"]]
     for name, module, count, size in rows(report.modules):
         place = module.device if module.computed == module.device else f"{module.computed}, out {module.device}"
         operator = module.operator or "-"
-        lines.append([name or "(model)", module.stock, operator, place, module.format, str(count), gigabytes(size)])
-    print_columns(lines)
-    print()
-    for device, size in report.bytes.items():
-        print(f"{device:<8} {gigabytes(size)}")
-    for note in report.notes:
-        print(f"note     {note}")
+        table.append([name or "(model)", module.stock, operator, place, module.format, str(count), gigabytes(size)])
+    lines = [*column_lines(table), ""]
+    lines += [f"{device:<8} {gigabytes(size)}" for device, size in report.bytes.items()]
+    return lines + [f"note     {note}" for note in report.notes]

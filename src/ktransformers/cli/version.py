@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
 import ktransformers
-from ktransformers.cli.options import Json
+from ktransformers.cli.options import Json, print_result
 
 
 def version(
@@ -17,13 +16,8 @@ def version(
 ) -> None:
     """Print the versions of ktransformers, Python, the system, CUDA, kt-kernel's interface and SGLang."""
     fields = details()
-    if as_json:
-        print(json.dumps(fields, indent=2))
-    elif verbose:
-        for name, value in fields.items():
-            print(f"{name:<16} {value or '-'}")
-    else:
-        print("\n".join(version_lines(fields)))
+    details_lines = [f"{name:<16} {value or '-'}" for name, value in fields.items()]
+    print_result(fields, details_lines if verbose else version_lines(fields), as_json)
 
 
 def version_lines(fields: dict[str, str | None]) -> list[str]:

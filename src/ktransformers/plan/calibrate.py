@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -204,19 +204,8 @@ def _gpu(gpu: system.Gpu) -> GpuRates:
 
 def this_machine(*, remeasure: bool = False) -> Machine:
     rates = calibrate(remeasure=remeasure)
-    cpu = CpuRates(
-        rates.cpu,
-        rates.isa,
-        rates.threads,
-        rates.nodes,
-        rates.tile_flops,
-        rates.read_bytes,
-        rates.dense_flops,
-        rates.dense_flops_f32,
-        rates.forward_share,
-        rates.backward_share,
-        system.dense_products(),
-    )
+    shared = {item.name: getattr(rates, item.name) for item in fields(CpuRates) if hasattr(rates, item.name)}
+    cpu = CpuRates(name=rates.cpu, dense_products=system.dense_products(), **shared)
     gpus = tuple(_gpu(gpu) for gpu in system.gpus())
     sources = ("measured on this machine",)
     machine = Machine("this", cpu, system.memory().available, gpus, True, sources)
