@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ktransformers.experts.lora import ExpertLora, LoraPrefetch, is_adapter_packed, packed_adapter, repack_last
+from ktransformers.experts.lora import ExpertLora, LoraPrefetch, _caches, _key, _versions, packed_adapter, repack_last
 from ktransformers.experts.store import ExpertStore
 
 EXPERTS, HIDDEN, WIDE, RANK = 4, 32, 64, 4
@@ -30,6 +30,13 @@ def layer(seed: int) -> tuple[ExpertStore, ExpertLora]:
     store.pack(gate_up=torch.randn(EXPERTS, 2 * WIDE, HIDDEN), down=torch.randn(EXPERTS, HIDDEN, WIDE))
     tensors = torch.randn(EXPERTS, RANK, WIDE), torch.randn(EXPERTS, HIDDEN, RANK)
     return store, ExpertLora.of_tensors(("down_a", "down_b"), tensors, (1.0, 1.0, 1.0))
+
+
+def is_adapter_packed(store: ExpertStore, factors: ExpertLora) -> bool:
+    """Whether `packed_adapter` would return a cached adapter without packing."""
+    cache = _caches.get(store)
+    entry = None if cache is None else cache.entries.get(_key(factors))
+    return entry is not None and entry.versions is not None and entry.versions == _versions(factors)
 
 
 def output(store: ExpertStore, factors: ExpertLora) -> torch.Tensor:

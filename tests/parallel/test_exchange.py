@@ -98,7 +98,8 @@ from ktransformers.parallel.exchange import new_expert_group
 from ktransformers.experts.lora_shards import factor_shards
 from ktransformers.parallel.whole_state import gather_experts
 from ktransformers.experts.operator import apply_experts
-from ktransformers.parallel.sharding import ShardOptions, parameter_bytes, separate_steps, shard_model
+from ktransformers.parallel.sharding import ShardOptions, separate_steps, shard_model
+from tests.support.rank_memory import parameter_bytes
 from ktransformers.parallel.whole_state import clip_gradients, load_optimizer_state
 from ktransformers.parallel.whole_state import whole_optimizer_state, whole_trained
 from tests.parallel.test_exchange import *

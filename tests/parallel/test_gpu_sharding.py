@@ -18,12 +18,19 @@ EXPERTS, LAYERS = 16, 4
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": LAYERS, "num_experts": EXPERTS}
 # argv: the model, its packed experts, the device, "whole" or "divided" experts, "offload" or "resident" shards.
 RANK = """
-import json, os, sys, torch from pathlib import Path import torch.distributed as dist from peft import LoraConfig,
-get_peft_model from ktransformers.experts.partition import ExpertShard, by_experts from ktransformers.nn import
-load_model from ktransformers.parallel.exchange import connect, new_expert_group from ktransformers.experts.lora_shards
-import factor_shards from ktransformers.parallel.sharding import ShardOptions, parameter_bytes, reshard, separate_steps,
-shard_model, whole_tensor from ktransformers.parallel.whole_state import clip_gradients, whole_trained from
-tests.parallel.test_gpu_sharding import EXPERTS, LAYERS from tests.support.packing import mapped_pages
+import json, os, sys, torch
+from pathlib import Path
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from ktransformers.experts.lora_shards import factor_shards
+from ktransformers.experts.partition import ExpertShard, by_experts
+from ktransformers.nn import load_model
+from ktransformers.parallel.exchange import connect, new_expert_group
+from ktransformers.parallel.sharding import ShardOptions, reshard, separate_steps, shard_model, whole_tensor
+from ktransformers.parallel.whole_state import clip_gradients, whole_trained
+from tests.parallel.test_gpu_sharding import EXPERTS, LAYERS
+from tests.support.packing import mapped_pages
+from tests.support.rank_memory import parameter_bytes
 
 path, packed, device, experts, shards = sys.argv[1:]
 torch.set_num_threads(1)

@@ -24,6 +24,7 @@ from tests.parallel.test_distributed import ATTENTION, EXPERTS, loss
 from tests.parallel.test_sharding import widen
 from ktransformers.nn import attach
 from ktransformers.parallel import sharding, whole_state
+from tests.support.rank_memory import parameter_bytes
 from ktransformers.experts.checkpointing import save_expert_outputs
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -69,10 +70,10 @@ def check(case):
     alone, model = adapted(case), adapted(case, seed=rank)  # other initial values: rank 0's are sent to all
     model.load_state_dict({n: p for n, p in alone.state_dict().items() if "lora_B" in n}, strict=False)
     options = sharding.ShardOptions(case.get("offload", False), case.get("again", True))
-    whole_bytes = sharding.parameter_bytes(alone)
+    whole_bytes = parameter_bytes(alone)
     done = sharding.shard_model(model, options, torch.device("cpu"))
     assert done.compute_dtype == torch.float32 and sharding.sharding_of(model) is done
-    share = sharding.parameter_bytes(model) / whole_bytes
+    share = parameter_bytes(model) / whole_bytes
     assert share <= (0.55 if size == 2 else 0.30), (what, share)
     sharded = [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
     left = {n for n, p in model.named_parameters() if not isinstance(p, DTensor)}

@@ -29,6 +29,7 @@ from ktransformers.ground.pool import default_pool
 from ktransformers.train.resolve import read_settings
 from safetensors.torch import save_file
 from tests.support.packing import mapped_pages
+from tests.support.rank_memory import parameter_bytes
 from tests.support.training import RunRecorder
 
 file, folder = map(Path, sys.argv[1:])
@@ -40,7 +41,7 @@ class FirstGradients(TrainerCallback):
         if state.global_step == 0 and not seen:
             trained = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
             grads = {name: sharding.whole_tensor(grad).clone() for name, grad in trained.items()}
-            seen["bytes"] = sharding.parameter_bytes(model)
+            seen["bytes"] = parameter_bytes(model)
             seen["sharded"] = sum(sharding.is_sharded(p) for p in model.parameters())
             save_file(grads, folder / f"gradients-{rank}.safetensors")
 

@@ -17,6 +17,7 @@ from ktransformers.modeling.skeleton import meta_model
 from ktransformers.train.expert_parallel import check_ranks, make_partition
 from ktransformers.train.resolve import read_settings
 from tests.support.forked import Forked
+from tests.support.rank_memory import imbalance
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import build, save
 from tests.support.training import TOKENIZER, recipe
@@ -249,4 +250,4 @@ def test_partitions_of_a_recipe(model: Path, tmp_path: Path, monkeypatch: pytest
     measured = partition(
         kt_expert_parallel=2, kt_expert_partition="frequency", init_expert_location=str(tmp_path / "counts.json")
     )
-    assert measured.owners == ((0, 1, 1, 0, 0, 1, 1, 0),) * 2 and measured.imbalance(list(counts.values())) == 1.0
+    assert measured.owners == ((0, 1, 1, 0, 0, 1, 1, 0),) * 2 and imbalance(measured, list(counts.values())) == 1.0

@@ -24,8 +24,8 @@ from ktransformers.adapters.manifest import MANIFEST_FILE as MANIFEST
 from ktransformers.adapters.manifest import check_manifest, read_manifest, write_manifest, write_manifest_of
 from ktransformers.adapters.model import ModelFacts, find_facts
 from ktransformers.adapters.parse import ReadContext, check_complete
-from ktransformers.adapters.write import check_disjoint, check_target, fresh_directory
 from ktransformers.checkpoint.dense import TOKENIZER_FILES
+from ktransformers.checkpoint.fresh_directory import check_disjoint, check_target, fresh_directory
 from ktransformers.checkpoint.rest import copy_small_files
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import read_json_object

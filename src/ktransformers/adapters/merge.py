@@ -31,13 +31,11 @@ from ktransformers.adapters.write import (
     TensorSpec,
     WrittenTensor,
     adapter_layout,
-    check_disjoint,
-    check_target,
     finite_sum_of_squares,
-    replace_directory,
     sum_of_squares,
 )
 from ktransformers.checkpoint import Shards
+from ktransformers.checkpoint.fresh_directory import check_disjoint, check_target, replace_directory
 from ktransformers.checkpoint.matrix import DTYPES, SPELLED
 from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.checkpoint.shards import INDEX_FILE

@@ -33,7 +33,7 @@ from ktransformers.adapters.divergence import (
 from ktransformers.adapters.lora import Adapter
 from ktransformers.adapters.manifest import MANIFEST_FILE as MANIFEST
 from ktransformers.adapters.origin import FoldedLayer, FoldedOrigin, open_origin
-from ktransformers.adapters.write import check_disjoint, check_target, replace_directory
+from ktransformers.checkpoint.fresh_directory import check_disjoint, check_target, replace_directory
 from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.recode import KEEP
 from ktransformers.checkpoint.recode import check_target as check_format

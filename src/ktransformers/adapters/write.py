@@ -6,12 +6,8 @@ and reads them when they are due; at most one batch is in memory.
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import hashlib
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +18,6 @@ from torch import Tensor
 from ktransformers.checkpoint.matrix import SPELLED
 from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, byte_view, plan_layout
 from ktransformers.ground.errors import InputError
-from ktransformers.ground.files import sync
 
 CHUNK_NUMEL = 1 << 22  # elements converted to float64 at a time
 NOT_FINITE = ("NaN or infinite values", "finite numbers", "training diverged, or a dtype overflowed")
@@ -127,57 +122,3 @@ def _read_batch(batch: TensorBatch) -> Iterator[tuple[TensorSpec, Tensor, float]
     totals = torch.segment_reduce(flat.double().square_(), "sum", lengths=torch.tensor(sizes)).tolist()
     for entry, tensor, total in zip(batch.entries, torch.split(flat, sizes), totals, strict=True):
         yield entry, tensor, total
-
-
-def check_target(target: Path, overwrite: bool) -> None:
-    if target.exists() and not target.is_dir():
-        raise InputError(str(target), "a file", "a directory to write, which need not exist")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise InputError(str(target), "a directory that is not empty", "a new one", "--overwrite replaces it")
-
-
-def check_disjoint(paths: Sequence[Path]) -> None:
-    """No output inside an input, around it, or inside another output: --overwrite removes whole directories."""
-    for i, path in enumerate(paths):
-        for other_path in paths[i + 1 :]:
-            a, b = path.resolve(), other_path.resolve()
-            if a == b or a in b.parents or b in a.parents:
-                raise InputError(
-                    str(other_path), f"this path and {path}, one of which contains the other", "separate directories"
-                )
-
-
-@contextlib.contextmanager
-def fresh_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary directory next to `target` that replaces it if the block succeeds and is removed otherwise."""
-    check_target(target, overwrite)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(target)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    temporary.mkdir()
-    try:
-        yield temporary
-        replace_directory(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Removes temporary directories of runs that were killed; those of live processes stay."""
-    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
-        pid = leftover.name.split(".")[-2]
-        if pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{pid}").exists()):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-def replace_directory(temporary: Path, target: Path) -> None:
-    sync(temporary)
-    if target.exists():
-        old = target.with_name(f".{target.name}.{os.getpid()}.old")
-        target.rename(old)
-        temporary.rename(target)
-        shutil.rmtree(old)
-    else:
-        temporary.rename(target)
-    sync(target.parent)

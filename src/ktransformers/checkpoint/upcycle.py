@@ -15,8 +15,6 @@ float32).
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,27 +25,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ktransformers.checkpoint.dense import DenseModel
+from ktransformers.checkpoint.fresh_directory import fresh_directory
 from ktransformers.checkpoint.shards import INDEX_FILE, SINGLE_FILE
 from ktransformers.ground.errors import InputError
 
 SHARD_BYTES = 4 * 2**30
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-COPIED_KEYS = (  # keys of config.json with the same meaning in all families
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "initializer_range",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
+# Keys of config.json with the same meaning in all families.
+COPIED_KEYS = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
 Progress = Callable[[int, int], None]
 
 
@@ -255,24 +244,11 @@ def upcycle(model: DenseModel, directory: str | Path, recipe: Recipe, progress: 
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(str(target), "something that exists", "a new or empty directory", "choose another -o")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.parent / f".{target.name}.partial"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
-    try:
+    with fresh_directory(target) as staging:
         (staging / "config.json").write_text(json.dumps(configuration(model, recipe), indent=2) + "\n")
         model.write_tokenizer(staging)
         parameters = _write_shards(moe_tensors(model, recipe, progress), staging)
         (staging / "README.md").write_text(_card(model, recipe, parameters))
-        for file in staging.iterdir():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-        if target.exists():
-            target.rmdir()
-        staging.rename(target)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
     return parameters
 
 

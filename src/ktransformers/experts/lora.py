@@ -252,13 +252,6 @@ def repack_last(store: ExpertStore) -> None:
                 last.pack_if_changed()
 
 
-def is_adapter_packed(store: ExpertStore, factors: ExpertLora) -> bool:
-    """Whether `packed_adapter` would return a cached adapter without packing."""
-    cache = _caches.get(store)
-    entry = None if cache is None else cache.entries.get(_key(factors))
-    return entry is not None and entry.versions is not None and entry.versions == _versions(factors)
-
-
 def _key(factors: ExpertLora) -> tuple[Any, ...]:
     return (factors.roles, factors.scales, *(_identity(tensor) for tensor in factors.tensors))
 

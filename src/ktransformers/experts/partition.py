@@ -59,25 +59,6 @@ class ExpertPartition:
     def layer(self, layer: int, rank: int) -> LayerShard:
         return LayerShard(self.owners[layer], rank, self.ranks)
 
-    def experts_per_rank(self) -> tuple[int, ...]:
-        """Experts of all layers that each rank holds, which is its share of the memory."""
-        counts = [0] * self.ranks
-        for row in self.owners:
-            for owner in row:
-                counts[owner] += 1
-        return tuple(counts)
-
-    def imbalance(self, counts: Sequence[Sequence[int]]) -> float:
-        """Rows of the busiest rank over the mean, averaged over layers by rows: every layer waits for its busiest rank.
-        1 is even; `counts[layer][expert]` are routed rows."""
-        busiest = total = 0
-        for row, layer_counts in zip(self.owners, counts, strict=True):
-            loads = [0] * self.ranks
-            for owner, count in zip(row, layer_counts, strict=True):
-                loads[owner] += int(count)
-            busiest, total = busiest + max(loads), total + sum(loads)
-        return busiest * self.ranks / total if total else 1.0
-
 
 @dataclass(frozen=True)
 class ExpertShard:

@@ -10,15 +10,13 @@ checkpoint itself is not changed.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ktransformers.checkpoint.fresh_directory import fresh_directory
 from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.checkpoint.quantisation import describe
 from ktransformers.checkpoint.rest import WEIGHT_SUFFIXES, split_into_shards
@@ -27,7 +25,7 @@ from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.checkpoint.sources.gguf import gguf_files
 from ktransformers.ground import progress
 from ktransformers.ground.errors import InputError
-from ktransformers.ground.files import sync, write_json
+from ktransformers.ground.files import write_json
 
 QUANT_METHOD = "kt"
 # Model types that stock transformers lacks -> equivalent type and its class.
@@ -122,20 +120,11 @@ def prepare(source: str | Path, directory: str | Path, experts: str | Path | Non
     elif weights.quantised:
         method["experts"] = str(checkpoint)
     stock = to_stock_config(config) | {"quantization_config": method}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        draft.mkdir()
+    with fresh_directory(target) as draft:
         if weights.quantised:
             _write_rest(weights, draft)
         links = _link(checkpoint, draft, weights=not weights.quantised)
         write_json(draft / "config.json", stock)
-        draft.rename(target)
-        sync(target.parent)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(draft)
-        raise
     description = None if quantisation is None else describe(quantisation)
     return PreparedDirectory(str(target), str(checkpoint), str(stock.get("model_type")), description, links)
 

@@ -59,6 +59,7 @@ log = logger(__name__)
 
 
 @register_quantization_config(IMPLEMENTATION)
+@dataclass(eq=False)
 class KTConfig(QuantizationConfigMixin):
     """Passed as `quantization_config`; `to_dict` gives the fields that are written to config.json.
 
@@ -70,38 +71,21 @@ class KTConfig(QuantizationConfigMixin):
     None, all of them. `formats`: what experts are encoded in while they are loaded, all of them or by module; None: the
     formats of the files."""
 
-    def __init__(
-        self,
-        isa: str | None = None,
-        pool: _core.Pool | None = None,
-        progress: Progress | None = None,
-        source: dict[str, Any] | None = None,
-        quant_method: str = IMPLEMENTATION,
-        precision: str = "bf16",
-        experts: str | None = None,
-        weights: Source | None = None,
-        packed: dict[str, Any] | None = None,
-        pages: str = "lazy",
-        verify: bool | None = None,
-        widen: bool = True,
-        shard: ExpertShard | None = None,
-        formats: ExpertFormats | None = None,
-    ) -> None:
-        self.quant_method = quant_method  # type: ignore[assignment]  # stock: one of its own names
-        self.isa = isa
-        self.precision = precision
-        self.source = source
-        self.experts = experts
-        self.weights = weights
-        self.packed = packed
-        self.pages = pages
-        self.verify = verify
-        self.widen = widen
-        self.shard = shard
-        self.formats = formats
-        self.packed_directory: Path | None = None  # of packed experts that are not with the other weights
-        self.pool = pool
-        self.progress = progress
+    quant_method: str = IMPLEMENTATION  # type: ignore[assignment]  # stock: one of its own names
+    isa: str | None = None
+    pool: _core.Pool | None = None
+    progress: Progress | None = None
+    source: dict[str, Any] | None = None
+    precision: str = "bf16"
+    experts: str | None = None
+    weights: Source | None = None
+    packed: dict[str, Any] | None = None
+    pages: str = "lazy"
+    verify: bool | None = None
+    widen: bool = True
+    shard: ExpertShard | None = None
+    formats: ExpertFormats | None = None
+    packed_directory: Path | None = None  # of packed experts that are not with the other weights
 
     def to_dict(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in ("quant_method", "isa", "source", "experts", "packed")}

@@ -28,8 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ktransformers.experts.peft_lora import before_gradients, lora_parameters, own_lora_parameters
 from ktransformers.experts.placeholder import Placeholder
 from ktransformers.parallel.exchange import expert_group
-from ktransformers.quantized.weight import QuantizedWeight
-from ktransformers.quantized.widened import WidenedWeight
+from ktransformers.quantized.frozen_weight import FrozenWeight
 
 # Prefixes of parameter names that DDP sees: of the model itself, and of the model inside a PeftModel.
 DDP_NAME_PREFIXES = ("", "base_model.model.")
@@ -51,8 +50,7 @@ class DdpIgnoredNames:
         if model is None:
             return
         parameters, lora = dict(model.named_parameters()), lora_parameters(model)
-        wrapped = (Placeholder, WidenedWeight, QuantizedWeight)
-        names = [name for name, parameter in parameters.items() if isinstance(parameter, wrapped)]
+        names = [name for name, parameter in parameters.items() if isinstance(parameter, Placeholder | FrozenWeight)]
         # DDP raises if it has no trainable parameter. A CPU model that trains expert LoRA alone leaves it to DDP, if
         # all ranks hold the same experts.
         other_parameters = [parameter for name, parameter in parameters.items() if name not in lora]

@@ -204,19 +204,6 @@ def _load_shards(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
             state[prefix + name] = parameter.detach()
 
 
-def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of this rank for everything but the routed experts and their LoRA; a tied weight counts once."""
-    reshard(model)
-    expert_lora = {id(parameter) for parameter in lora_parameters(model).values()}
-    held = 0
-    for parameter in {id(p): p for p in model.parameters()}.values():
-        if isinstance(parameter, Placeholder) or id(parameter) in expert_lora:
-            continue
-        numbers = parameter.stored if isinstance(parameter, WidenedWeight) else local_tensor(parameter)
-        held += numbers.numel() * numbers.element_size()
-    return held
-
-
 def on_any_rank(flags: list[bool]) -> list[bool]:
     """Whether a flag is set on any rank. A collective call with as many flags on all."""
     values = torch.tensor(flags, dtype=torch.uint8, device="cpu")

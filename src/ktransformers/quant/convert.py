@@ -19,6 +19,7 @@ from ktransformers.checkpoint.journal import ConversionJournal
 from ktransformers.checkpoint.packed import ShardRecord, SourceFile
 from ktransformers.checkpoint.recode import recode_experts
 from ktransformers.checkpoint.rest import RestShard, split_into_shards
+from ktransformers.experts.contract import new_store
 from ktransformers.experts.store import LAYOUT_VERSION, PatchOverflowError
 from ktransformers.ground.log import logger
 from ktransformers.quant.conversion_run import (
@@ -32,7 +33,7 @@ from ktransformers.quant.conversion_run import (
 from ktransformers.quant.directory import find_existing, write_directory
 from ktransformers.quant.layer_file import LayerFile
 from ktransformers.quant.linears_file import LinearsFile, split_linears
-from ktransformers.quant.plan import ConversionPlan, LayerPlan, partial_store, without_patches
+from ktransformers.quant.plan import ConversionPlan, LayerPlan, without_patches
 from ktransformers.quant.report import QuantizationReport, build_report, quality_row
 
 STORE_BYTES = 256 << 20  # packed size of the staging store
@@ -142,7 +143,7 @@ class _Conversion:
         start = time.perf_counter()
         shape = layer.origin.contract.shape
         experts = min(shape.num_experts, max(1, STORE_BYTES // layer.expert_bytes))
-        store = partial_store(layer.origin.contract, layer.formats, experts, pool)
+        store = new_store(layer.origin.contract, formats=layer.formats, experts=experts, pool=pool)
         file = LayerFile(layer, self._journal.directory, self._conversion, store)
         squares = {role: [0.0, 0.0] for role in layer.formats}  # of the difference, of the source
         kept = dict.fromkeys(layer.formats, True)

@@ -16,8 +16,7 @@ from ktransformers.checkpoint.encoded import format_of
 from ktransformers.checkpoint.recode import KEEP, check_target, recode
 from ktransformers.checkpoint.rest import tensor_bytes
 from ktransformers.checkpoint.sources import PlainTensor
-from ktransformers.experts.contract import Contract, new_store
-from ktransformers.experts.store import ExpertStore
+from ktransformers.experts.contract import new_store
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.linear_storage import AS_RELEASED
 from ktransformers.ground.pool import default_pool
@@ -140,7 +139,7 @@ def check_columns(layer: OriginLayer, formats: dict[str, str]) -> None:
 
 
 def packed_expert_size(layer: OriginLayer, formats: dict[str, str]) -> int:
-    return partial_store(layer.contract, formats, 1).packed_bytes
+    return new_store(layer.contract, formats=formats, experts=1).packed_bytes
 
 
 def without_patches(layer: LayerPlan, role: str) -> LayerPlan:
@@ -149,14 +148,6 @@ def without_patches(layer: LayerPlan, role: str) -> LayerPlan:
     roles = ("down",) if role == "down" else ("gate", "up")
     formats = {name: "bf16" if name in roles else format for name, format in layer.formats.items()}
     return replace(layer, formats=formats, expert_bytes=packed_expert_size(layer.origin, formats))
-
-
-def partial_store(
-    contract: Contract, formats: dict[str, str], experts: int, pool: _core.Pool | None = None
-) -> ExpertStore:
-    """A store for `experts` experts of a layer."""
-    smaller = replace(contract, shape=replace(contract.shape, num_experts=experts))
-    return new_store(smaller, pool=pool, formats=formats)
 
 
 def estimate(plan: ConversionPlan) -> float:
