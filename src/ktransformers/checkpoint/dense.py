@@ -1,30 +1,24 @@
 """Reads a dense Llama-class model from a GGUF file or a Hugging Face directory; `DenseModel` is the common interface.
 
-Tensors are read by their Hugging Face names in the dtype of the file; those of a GGUF file are dequantised to float32.
-GGUF permutes the rows of q and k (llama.cpp's RoPE rotates neighbouring elements of a head, that of transformers its
-two halves), so reading undoes the permutation: `[heads, d/2, 2, H] -> [heads, 2, d/2, H]`.
+Tensors are read by their Hugging Face names in the dtype of the file; quantized ones of a GGUF file are dequantized to
+float32 (`sources/gguf.py`).
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
 from torch import Tensor
 
-from ktransformers.checkpoint.encoded import gguf_package
 from ktransformers.checkpoint.model_config import check_model_config, read_model_config
 from ktransformers.checkpoint.shards import Shards
+from ktransformers.checkpoint.sources.gguf import GGUFSource
 from ktransformers.checkpoint.sources.gguf_config import Keys, decoder_config, head_size
-from ktransformers.checkpoint.sources.gguf_header import read_header
-from ktransformers.checkpoint.sources.gguf_names import ATTENTION, DENSE, NORMS, TOP, unpermute
 from ktransformers.ground.errors import InputError
 
 # Tokenizer, chat template, generation settings and licence: copied unchanged.
@@ -43,9 +37,6 @@ TOKENIZER_FILES = (
 )
 # model_type -> whether q, k and v may have biases (qwen2 always has them)
 QKV_BIAS_BY_TYPE = {"llama": False, "mistral": False, "qwen2": True}
-
-# Hugging Face's names -> those of llama.cpp.
-GGUF_NAMES = {ours: theirs for theirs, ours in (TOP | NORMS | ATTENTION | DENSE).items()}
 
 
 @dataclass(frozen=True)
@@ -103,36 +94,17 @@ def _open_directory(path: Path) -> DenseModel:
 
 
 def _open_gguf(path: Path) -> DenseModel:
-    gguf = gguf_package()
     from ktransformers.checkpoint.gguf_tokenizer import tokenizer_files
 
-    header = read_header(path)
-    fields, tensors = header.fields, {tensor.name: tensor for tensor in header.tensors}
-    config = _gguf_config(path, fields, {name: tensor.shape for name, tensor in tensors.items()})
-    mapped = numpy.memmap(path, numpy.uint8, "r")
-    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    source = GGUFSource(path, [path])
+    fields = source.fields
+    config = _gguf_config(path, fields, source.shapes)
+    tensors = {tensor.name: tensor for tensor in source.rest()}
 
     def read(name: str) -> Tensor:
-        tensor = tensors.get(_gguf_name(name))
-        if tensor is None:
-            raise InputError(name, f"no {_gguf_name(name)} in {path}", "every tensor of a Llama-class model")
-        rows = mapped[tensor.offset : tensor.offset + tensor.bytes].reshape(*tensor.shape[:-1], -1)
-        try:
-            data = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.kind.upper()])
-        except (NotImplementedError, KeyError):
-            raise InputError(
-                f"{path}: {tensor.name}", f"type {tensor.kind}", "one that the package gguf decodes"
-            ) from None
-        matrix = torch.from_numpy(numpy.require(data, numpy.float32, "W"))  # not the mapped file
-        if not bool(matrix.isfinite().all()):
-            raise InputError(f"{path}: {tensor.name}", "NaN or infinite numbers", "finite ones", "the file is damaged")
-        match = re.search(r"\.([qk])_proj\.weight$", name)
-        if not match:
-            return matrix
-        count = heads[match[1]]
-        if matrix.dim() != 2 or matrix.shape[0] % (2 * count):
-            raise InputError(f"{path}: {tensor.name}", f"shape {list(matrix.shape)}", f"rows of {count} heads")
-        return unpermute(matrix, count)
+        if name not in tensors:
+            raise InputError(name, f"no such tensor in {path}", "every tensor of a Llama-class model")
+        return tensors[name].numbers()
 
     def write_tokenizer(directory: Path) -> None:
         for name, text in tokenizer_files(str(path), fields).items():
@@ -143,11 +115,6 @@ def _open_gguf(path: Path) -> DenseModel:
         (directory / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
 
     return DenseModel(str(path), config, fields.get("general.license"), False, read, write_tokenizer)
-
-
-def _gguf_name(name: str) -> str:
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
-    return f"blk.{match[1]}.{GGUF_NAMES[match[2]]}.weight" if match else GGUF_NAMES[name]
 
 
 def _gguf_config(path: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:

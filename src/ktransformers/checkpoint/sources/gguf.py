@@ -84,10 +84,10 @@ class GGUFSource:
         self._files = files
         self._maps: dict[Path, Tensor] = {}
         self._tensors: dict[str, GGUFTensor] = {}
-        self._fields: dict[str, Any] = {}
+        self.fields: dict[str, Any] = {}
         for file in files:
             header = read_header(file)
-            self._fields = header.fields | self._fields
+            self.fields = header.fields | self.fields
             for tensor in header.tensors:
                 if tensor.name in self._tensors:
                     first = self._tensors[tensor.name].file.name
@@ -95,7 +95,7 @@ class GGUFSource:
                 self._tensors[tensor.name] = tensor
         if not self._tensors:
             raise InputError(str(path), "no tensors in it", "a model")
-        expected = self._fields.get("split.tensors.count", len(self._tensors))
+        expected = self.fields.get("split.tensors.count", len(self._tensors))
         if expected != len(self._tensors):
             raise InputError(str(path), f"{len(self._tensors)} tensors", f"{short(expected)}, as the first part says")
 
@@ -108,9 +108,12 @@ class GGUFSource:
         numbers = {int(name.split(".")[1]) for name in self._tensors if is_expert(name)}
         return [f"model.layers.{number}.mlp" for number in sorted(numbers)]
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
     def config(self) -> dict[str, Any] | None:
-        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        return config_of(str(self.path), self._fields, shapes)
+        return config_of(str(self.path), self.fields, self.shapes)
 
     def layer(self, module: str, shape: ExpertShape, interleaved: bool = False) -> LayerSource:
         place = PLACE.fullmatch(module)
@@ -176,7 +179,7 @@ class GGUFSource:
         return _encoded(tensor, data[expert][None], columns)
 
     def rest(self) -> list[PlainTensor]:
-        family = family_of(str(self.path), str(self._fields.get("general.architecture")))
+        family = family_of(str(self.path), str(self.fields.get("general.architecture")))
         heads = {"attn_q": self._heads("head_count"), "attn_k": self._heads("head_count_kv")} if family.permuted else {}
         tensors = []
         for name, tensor in self._tensors.items():
@@ -190,7 +193,7 @@ class GGUFSource:
         self._maps.clear()
 
     def _heads(self, key: str) -> int:
-        keys = Keys(str(self.path), self._fields, {})
+        keys = Keys(str(self.path), self.fields, {})
         return keys.size(f"attention.{key}", keys.size("attention.head_count"))
 
     def _plain(self, name: str, tensor: GGUFTensor, leaf: str, heads: int | None) -> PlainTensor:

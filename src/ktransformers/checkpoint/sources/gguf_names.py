@@ -57,7 +57,7 @@ class GGUFFamily:
 
 
 FAMILIES = {  # by llama.cpp's architecture
-    "llama": GGUFFamily(NORMS | ATTENTION | ROUTER, permuted=True),
+    "llama": GGUFFamily(NORMS | ATTENTION | ROUTER | DENSE, permuted=True),
     "qwen2moe": GGUFFamily(
         NORMS | ATTENTION | ROUTER | DENSE | _shared("shared_expert") | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
     ),
