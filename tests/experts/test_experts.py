@@ -16,13 +16,13 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 from ktransformers import _core
-from ktransformers.experts import reference
 from ktransformers.experts.contract import expert_modules, read_contract
 from ktransformers.experts.gate import Gate, probe_activation, probe_gate
 from ktransformers.experts.interface import experts_forward, pack_module
 from ktransformers.experts.placeholder import Placeholder
 from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore, attach
+from tests.support import reference
 from tests.support.tiny_models import build, tokens
 
 E, H, I, T, K = 4, 32, 24, 7, 2  # noqa: E741

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ktransformers.experts import reference
 from ktransformers.experts.backend import LocalExperts
 from ktransformers.experts.lora import ExpertLora, LoraPair, packed_adapter
 from ktransformers.experts.operator import apply_experts, experts, handle_of
 from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore
+from tests.support import reference
 from tests.support.lora_cases import LORA_FORMS, LoraForm, apply_lora, factor_tensors, make_lora, reference_lora
 from tests.support.operator_cases import EXPERTS, OperatorCase, relative_error
 

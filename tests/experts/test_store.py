@@ -11,9 +11,9 @@ from torch import nn
 
 import ktransformers
 from ktransformers import _core
-from ktransformers.experts import reference
 from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore
+from tests.support import reference
 
 E, H, I, T, K = 4, 40, 30, 6, 2  # noqa: E741
 

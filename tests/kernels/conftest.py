@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.experts.reference import ReferenceLayer
 from ktransformers.nn import ExpertStore
+from tests.support.reference import ReferenceLayer
 from tests.support.variants import ROUNDING
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -11,8 +11,9 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded, decode, format_of, nibbles
 from ktransformers.checkpoint.encoder import encode
-from ktransformers.experts.reference import ACTIVATIONS, ReferenceLayer
+from ktransformers.experts.gate import ACTIVATIONS
 from ktransformers.nn import ExpertStore
+from tests.support.reference import ReferenceLayer
 
 from .conftest import Batch
 

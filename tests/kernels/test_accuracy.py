@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ktransformers import _core
-from ktransformers.experts import reference
+from tests.support import reference
 
 from .conftest import DTYPES, error, make_batch, make_layer, make_store, tolerance
 

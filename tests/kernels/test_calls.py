@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ktransformers import _core
-from ktransformers.experts import reference
 from ktransformers.nn import ExpertStore, default_pool
+from tests.support import reference
 from tests.support.forked import python
 
 from .conftest import Batch, error, make_batch, make_layer, make_store, tolerance

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ktransformers import _core
-from ktransformers.experts.reference import ReferenceLayer
 from ktransformers.nn import ExpertStore
+from tests.support.reference import ReferenceLayer
 
 from .conftest import DTYPES, make_batch, make_layer, make_store
 

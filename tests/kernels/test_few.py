@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.experts.reference import ACTIVATIONS
+from ktransformers.experts.gate import ACTIVATIONS
 from ktransformers.nn import ExpertStore
 from tests.support.variants import ROUNDING
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ktransformers import _core
-from ktransformers.experts import reference
 from ktransformers.nn import ExpertStore
+from tests.support import reference
 
 from .conftest import error, make_batch, make_layer, make_store, tolerance
 

@@ -14,10 +14,10 @@ from ktransformers import _core
 from ktransformers.experts.backend import LocalExperts
 from ktransformers.experts.lora import ExpertLora, LoraPair
 from ktransformers.experts.operator import apply_experts
-from ktransformers.experts.reference import forward
 from ktransformers.experts.store import Dropout
 from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore
+from tests.support.reference import forward
 
 from .conftest import error, make_batch, make_layer, tolerance
 from .rounded import ROUNDED, SPECS, Lora, Rounded, defined

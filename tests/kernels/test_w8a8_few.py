@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.experts.reference import forward
+from tests.support.reference import forward
 
 from .conftest import Batch, error, make_batch, make_layer, tolerance
 from .rounded import FEW, ROUNDED, SPECS, Lora, Rounded, defined

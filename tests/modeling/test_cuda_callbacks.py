@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ktransformers import _core
-from ktransformers.experts import reference
 from ktransformers.nn import ExpertStore
+from tests.support import reference
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktransformers.experts.gate import Gate
+from ktransformers.experts.gate import ACTIVATIONS, Gate
 from ktransformers.experts.lora import ExpertLora
-from ktransformers.experts.reference import ACTIVATIONS
 from ktransformers.experts.store import Dropout
 from ktransformers.nn import ExpertStore
 from ktransformers.place.gpu.device_lora import factor_slots, stack_factors

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ktransformers.experts import reference
 from ktransformers.experts.backend import LocalExperts
 from ktransformers.experts.operator import apply_experts
 from ktransformers.nn import ExpertStore
+from tests.support import reference
 from tests.support.variants import ROUNDING
 
 EXPERTS, TOP_K = 5, 3

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ktransformers.experts.reference import ACTIVATIONS
 from ktransformers.ground.errors import InputError
 
 BEYOND_CLAMP = 1e30  # within the range of float32, in which some modules compute their gate
@@ -26,6 +26,12 @@ TOLERANCE = 1e-5  # activation kernels of some modules compute in float32
 EXACT: Any = {"dtype": torch.float64, "device": "cpu"}
 
 Function = Callable[[Tensor, Tensor], Tensor]
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 @dataclass(frozen=True)

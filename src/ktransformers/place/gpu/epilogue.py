@@ -14,8 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ktransformers.experts.gate import Gate
-from ktransformers.experts.reference import ACTIVATIONS
+from ktransformers.experts.gate import ACTIVATIONS, Gate
 from ktransformers.ground.triton_modules import import_triton_module
 
 SILU = Gate("silu")

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ktransformers.experts.gate import Gate
-from ktransformers.experts.reference import ACTIVATIONS
+from ktransformers.experts.gate import ACTIVATIONS, Gate
 from ktransformers.ground.triton_modules import import_triton_module
 from ktransformers.place.gpu.executor import LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache

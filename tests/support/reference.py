@@ -1,4 +1,4 @@
-"""Reference implementation of an expert layer in plain torch and float64; tests compare the kernels with it.
+"""Reference implementation of an expert layer in plain torch and float64, which the kernels are compared with.
 
 One loop over experts, nothing shared with the native core. Weights are rounded to the dtype `packed` in which a store
 holds them (bf16 by default); biases, hidden states and routing weights are not rounded. `gate` is None for experts
@@ -7,12 +7,12 @@ without a gate.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from ktransformers.experts.gate import ACTIVATIONS
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,6 @@ class ReferenceLayer:
     limit: float = 0.0
     alpha: float = 0.0
     packed: torch.dtype = torch.bfloat16
-
-
-def _relu2(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu2": _relu2,
-}
 
 
 def _linear(layer: ReferenceLayer, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
