@@ -30,7 +30,7 @@ from ktransformers.checkpoint.kt_files import (
 )
 from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.ground.files import write_json
-from ktransformers.quant.kt_layers import LayerWriter, MergedLayer, TreeLayer, layer_sizes
+from ktransformers.quant.kt_layers import LayerWriter, MergedLayer, TreeLayer
 
 SITE = os.environ.get("KT_PEER_SITE", "")
 pytestmark = [
@@ -132,12 +132,12 @@ def write_ours(tensors: dict[str, Tensor], directory: Path, bits: int, parts: in
     directory.mkdir()
     shard = "model-00001-of-00001.safetensors"
     writer: LayerWriter = MergedLayer(directory, shard, 0, header, False) if merged else TreeLayer(directory, 0, header)
-    for part in stored_parts(EXPERTS, layer_sizes(header), parts):
+    for part in stored_parts(EXPERTS, header.sizes(), parts):
         codes, scales = quantize_rows(part_of(tensors[part.role][part.expert], part.role, part.part, parts), bits)
         writer.write(part, tile(codes, bits), scales)
     _, details = writer.finish()
     if merged:
-        every = stored_parts(EXPERTS, layer_sizes(header), parts)
+        every = stored_parts(EXPERTS, header.sizes(), parts)
         names = [part.tensor(0, kind) for part in every for kind in ("weight", "scale")]
         write_json(directory / INDEX_FILE, {"metadata": {"total_size": 0}, "weight_map": dict.fromkeys(names, shard)})
     else:
@@ -170,7 +170,7 @@ def explain(different: list[str], written: dict[str, Path], tensors: dict[str, T
     """Rows whose scales differ, with the largest number that each scale stands for."""
     lines = [f"{len(different)} files differ, the first is {different[0]}"]
     form = tile_format(bits)
-    for part in stored_parts(EXPERTS, layer_sizes(KTHeader(bits, parts, EXPERTS, HIDDEN, INTERMEDIATE, "", "")), parts):
+    for part in stored_parts(EXPERTS, KTHeader(bits, parts, EXPERTS, HIDDEN, INTERMEDIATE, "", "").sizes(), parts):
         matrix = part_of(tensors[part.role][part.expert], part.role, part.part, parts)
         name = f"_layer_0/{part.file(form, 'scale')}"
         if name == different[0]:
@@ -202,7 +202,7 @@ def test_backward_bytes_equal_those_of_kt_kernel(
     written = {path.name: path.read_bytes() for path in theirs.rglob("*_bwd_*.kt")}
     header = KTHeader(bits, 1, EXPERTS, HIDDEN, INTERMEDIATE, "", "")
     expected = {}
-    for part in stored_parts(EXPERTS, layer_sizes(header), 1, backward=True):
+    for part in stored_parts(EXPERTS, header.sizes(), 1, backward=True):
         if part.backward:
             codes, scales = quantize_rows(tensors[part.role][part.expert].T, bits)
             expected[Path(part.file(form, "quant")).name] = tile(codes, bits).numpy().tobytes()

@@ -156,7 +156,7 @@ def test_existing_target_and_prepared_source_are_refused(tmp_path: Path, monkeyp
     def fail(*args: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(prepare.os, "fsync", fail)
+    monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         prepare.prepare(source, tmp_path / "again")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["kt", "model", "words"]

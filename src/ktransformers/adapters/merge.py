@@ -38,6 +38,7 @@ from ktransformers.checkpoint import Shards
 from ktransformers.checkpoint.fresh_directory import check_disjoint, check_target, replace_directory
 from ktransformers.checkpoint.matrix import DTYPES, SPELLED
 from ktransformers.checkpoint.model_config import read_model_config
+from ktransformers.checkpoint.rest import copy_small_files
 from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.checkpoint.tensorfile import TensorFile, byte_view
 from ktransformers.ground.errors import InputError
@@ -45,7 +46,6 @@ from ktransformers.ground.files import read_json_object, write_json
 
 MERGE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 CHUNK_ROWS = 4096  # processed at a time
-WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 HALF_STEP = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-23}  # half the spacing of adjacent numbers, relative
 
 
@@ -248,18 +248,11 @@ def _fold_rows(fold: Fold, matrix: Tensor, expert: int, rows: slice, dtype: torc
 
 
 def _copy_other_files(model: Path, partial: Path, config: dict[str, Any], dtype: str, plan: _Plan) -> None:
-    """Copies everything but weights: configuration, tokenizer, templates. Not linked, so the models stay
-    independent."""
-    for file in model.iterdir():
-        if (
-            file.is_file()
-            and file.suffix not in WEIGHT_SUFFIXES
-            and not file.name.endswith((".index.json", "kt_manifest.json"))
-        ):
-            shutil.copyfile(file, partial / file.name)
+    """Everything but weights: configuration, tokenizer, templates. Not linked, so the models stay independent."""
+    copy_small_files(model, partial)
     if dtype != "keep":
-        key = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"
-        write_json(partial / "config.json", {**config, key: dtype})
+        config = {**config, "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype": dtype}
+    write_json(partial / "config.json", config)
     if (model / INDEX_FILE).is_file():
         index = read_json_object(model / INDEX_FILE)
         sizes = (TensorSpec(n, plan.shards.shape(n), DTYPES[plan.dtypes[n]]).size for n in plan.shards.names)

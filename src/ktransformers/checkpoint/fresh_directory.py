@@ -58,7 +58,7 @@ def _remove_leftovers(target: Path) -> None:
 def replace_directory(temporary: Path, target: Path) -> None:
     """Rename the directory to `target`, whose directory it replaces, with its files on disk."""
     for entry in temporary.iterdir():
-        if entry.is_file():
+        if entry.is_file() and not entry.is_symlink():
             sync(entry)
     sync(temporary)
     if target.exists():

@@ -86,20 +86,16 @@ def tokenizer_files(file: str, fields: Mapping[str, Any]) -> dict[str, str]:
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
+    typed = {
+        kind: [
+            AddedToken(token, special=kind == CONTROL, normalized=False)
             for token, token_type in zip(tokens, types, strict=True)
-            if token_type == CONTROL
+            if token_type == kind
         ]
-    )
-    tokenizer.add_tokens(
-        [
-            AddedToken(token, normalized=False)
-            for token, token_type in zip(tokens, types, strict=True)
-            if token_type == USER_DEFINED
-        ]
-    )
+        for kind in (CONTROL, USER_DEFINED)
+    }
+    tokenizer.add_special_tokens(typed[CONTROL])
+    tokenizer.add_tokens(typed[USER_DEFINED])
     special = {}
     for key, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         number = fields.get(f"tokenizer.ggml.{name}_token_id")

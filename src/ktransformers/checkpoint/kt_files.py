@@ -86,6 +86,11 @@ class KTHeader:
     conversion: str  # random id
     made_by: str
 
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of gate, up and down."""
+        inner = (self.intermediate, self.hidden)
+        return {"gate": inner, "up": inner, "down": inner[::-1]}
+
     def metadata(self) -> dict[str, str]:
         form = tile_format(self.bits)
         return {
@@ -121,8 +126,8 @@ def read_kt_header(file: Path, metadata: Mapping[str, str]) -> KTHeader | None:
             raise InputError(f"{file}: kt_{key}", repr(text), "a number", REMEDY)
         numbers.append(int(text))
     parts, experts, hidden, intermediate = numbers
-    sizes = (parts, experts, hidden, intermediate)
-    return KTHeader(form.bits, *sizes, metadata.get("kt_conversion", ""), metadata.get("kt_made_by", ""))
+    made = metadata.get("kt_conversion", ""), metadata.get("kt_made_by", "")
+    return KTHeader(form.bits, parts, experts, hidden, intermediate, *made)
 
 
 def merged_name(name: str) -> str:
@@ -193,10 +198,10 @@ class KTManifest(KTManifestModel):
     def form(self) -> TileFormat:
         return TILE_FORMATS[8 if self.expert_weight_format == "int8" else 4]
 
-    def sizes(self) -> dict[str, tuple[int, int]]:
-        """Rows and columns of gate, up and down."""
-        inner = (self.intermediate_size, self.hidden_size)
-        return {"gate": inner, "up": inner, "down": inner[::-1]}
+    @property
+    def header(self) -> KTHeader:
+        sizes = (self.expert_num, self.hidden_size, self.intermediate_size)
+        return KTHeader(self.form.bits, self.threadpool_count, *sizes, conversion="", made_by=MANIFEST_FILE)
 
 
 def build_manifest(header: KTHeader, layers: Mapping[int, list[KTManifestFile]]) -> KTManifest:
@@ -257,7 +262,7 @@ def check_tree(root: Path, manifest: KTManifest, *, hashes: bool = False, thread
         count = manifest.expert_num * manifest.threadpool_count * len(ROLES) * (4 if backward else 2)
         if len(listed) != count:
             raise InputError(f"{file}: layer {layer.index}", f"{len(listed)} files", f"{count} by its shapes", REMEDY)
-        parts = stored_parts(manifest.expert_num, manifest.sizes(), manifest.threadpool_count, backward)
+        parts = stored_parts(manifest.expert_num, manifest.header.sizes(), manifest.threadpool_count, backward)
         expected = {folder + part.file(manifest.form, kind) for part in parts for kind in ("quant", "scale")}
         if listed.keys() != expected:
             differing = sorted(listed.keys() ^ expected)[0]

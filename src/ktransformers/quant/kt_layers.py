@@ -57,16 +57,10 @@ class LayerWriter(Protocol):
         ...
 
 
-def layer_sizes(header: KTHeader) -> dict[str, tuple[int, int]]:
-    """Rows and columns of gate, up and down."""
-    inner = (header.intermediate, header.hidden)
-    return dict(zip(ROLES, (inner, inner, inner[::-1]), strict=True))
-
-
 def layer_bytes(header: KTHeader, backward: bool) -> int:
     """Bytes of values and scales of a layer."""
     form = tile_format(header.bits)
-    one = stored_parts(1, layer_sizes(header), header.parts, backward)
+    one = stored_parts(1, header.sizes(), header.parts, backward)
     return header.experts * sum(form.bytes(part.rows, part.columns) + 4 * part.rows for part in one)
 
 
@@ -115,7 +109,7 @@ def write_tree_layer(
     files. The tree is complete when `build_manifest` and `write_manifest` have written what all layers returned."""
     count, intermediate, hidden = experts["gate"].shape
     header = KTHeader(bits, parts, count, hidden, intermediate, conversion="", made_by="")
-    for role, (rows, columns) in layer_sizes(header).items():
+    for role, (rows, columns) in header.sizes().items():
         if tuple(experts[role].shape) != (count, rows, columns):
             raise InputError(role, f"shape {list(experts[role].shape)}", str([count, rows, columns]))
         check_size(f"layer {layer}", role, rows, columns, bits, parts)
@@ -149,7 +143,7 @@ def add_tree_layer(root: Path, layer: int, experts: Mapping[str, Tensor], bits: 
 class MergedLayer:
     def __init__(self, directory: Path, file: str, layer: int, header: KTHeader, backward: bool) -> None:
         form = tile_format(header.bits)
-        parts = list(stored_parts(header.experts, layer_sizes(header), header.parts, backward))
+        parts = list(stored_parts(header.experts, header.sizes(), header.parts, backward))
         entries = [(part.tensor(layer, "scale"), "F32", (part.rows,)) for part in parts]
         entries += [(part.tensor(layer, "weight"), "I8", (form.bytes(part.rows, part.columns),)) for part in parts]
         self._layer = layer

@@ -24,7 +24,6 @@ from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape
 from ktransformers.checkpoint.finite import all_finite
 from ktransformers.checkpoint.kt_codes import ROWS, TILE_FORMATS, TileFormat, divided, encoded_of, spec_of, untile
 from ktransformers.checkpoint.kt_files import (
-    MANIFEST_FILE,
     REMEDY,
     TREE_FILE_NAME,
     KTHeader,
@@ -107,11 +106,7 @@ class KTLayers:
                 layers.setdefault(layer, {})[key] = StoredMatrix(str(file), size, read)
         if not layers:
             raise InputError(str(directory), "no _layer_N/_numa_P/*.kt in it", "a directory of kt-kernel's converter")
-        if manifest is None:
-            return cls(str(directory), layers)
-        sizes = (manifest.expert_num, manifest.hidden_size, manifest.intermediate_size)
-        header = KTHeader(manifest.form.bits, manifest.threadpool_count, *sizes, conversion="", made_by=MANIFEST_FILE)
-        return cls(str(directory), layers, header)
+        return cls(str(directory), layers, None if manifest is None else manifest.header)
 
     @property
     def roots(self) -> list[str]:
