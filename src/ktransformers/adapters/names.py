@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ktransformers.checkpoint.layout import MATRICES, PLACE
+from ktransformers.checkpoint.layout import MATRICES, MIXTRAL_MATRICES, PLACE, PROJECTIONS
 
 PREFIX = "base_model.model."
 FACTOR_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.(?!weight$)[\w-]+)?(?:\.weight)?")
@@ -28,16 +28,14 @@ class ExpertNaming:
     """Names of the MoE block and of the expert matrices in per-expert files."""
 
     block: str
-    gate: str
-    up: str
-    down: str
+    matrices: Mapping[str, str]  # gate, up, down -> name
 
     def matrix(self, role: str) -> str:
-        return {"gate": self.gate, "up": self.up, "down": self.down}[role]
+        return self.matrices[role]
 
 
-PROJ_NAMING = ExpertNaming("mlp", "gate_proj", "up_proj", "down_proj")
-W123_NAMING = ExpertNaming("block_sparse_moe", "w1", "w3", "w2")
+PROJ_NAMING = ExpertNaming("mlp", PROJECTIONS)
+W123_NAMING = ExpertNaming("block_sparse_moe", MIXTRAL_MATRICES)
 # Families whose released files use W123 while the model in transformers says `mlp`.
 W123_FAMILIES = {"mixtral", "minimax", "minimax_m2", "phimoe"}
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 from ktransformers.ground.errors import InputError
 
-# Names in checkpoints -> roles. Mixtral's w1, w3 and w2 are gate, up and down.
-MATRICES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+# Roles -> names in checkpoints, and the reverse.
+PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+MIXTRAL_MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
+MATRICES = {name: role for names in (PROJECTIONS, MIXTRAL_MATRICES) for role, name in names.items()}
 SINGLE = re.compile(r"(?P<root>.+)\.experts\.(?P<expert>\d+)\.(?P<matrix>" + "|".join(MATRICES) + r")\.(?P<kind>\w+)")
 FUSED = {
     ".experts.gate_up_proj": "gate_up",

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ktransformers.checkpoint.dense import DenseModel
 from ktransformers.checkpoint.fresh_directory import fresh_directory
+from ktransformers.checkpoint.layout import MIXTRAL_MATRICES, PROJECTIONS
 from ktransformers.checkpoint.shards import INDEX_FILE, SINGLE_FILE
 from ktransformers.ground.errors import InputError
 
@@ -52,9 +53,8 @@ class MoeFamily:
     may_have_bias: bool = False
 
 
-PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 FAMILIES = {
-    "mixtral": MoeFamily("MixtralForCausalLM", "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
+    "mixtral": MoeFamily("MixtralForCausalLM", "block_sparse_moe", MIXTRAL_MATRICES),
     "qwen2_moe": MoeFamily("Qwen2MoeForCausalLM", "mlp", PROJECTIONS, "shared_expert", 0.5, may_have_bias=True),
     "glm4_moe": MoeFamily("Glm4MoeForCausalLM", "mlp", PROJECTIONS, "shared_experts"),
 }

@@ -15,16 +15,17 @@ import dataclasses
 import functools
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ktransformers.checkpoint.gguf_directory import is_gguf_directory, is_gguf_file
 from ktransformers.checkpoint.journal import ConversionJournal
+from ktransformers.checkpoint.layout import MIXTRAL_MATRICES, PROJECTIONS
 from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.quantisation import accept
 from ktransformers.checkpoint.recode import Weight, recode
@@ -39,26 +40,20 @@ from ktransformers.modeling.pretrained import require_json
 from ktransformers.quant.conversion_run import Progress, check_free_space, open_journal, shard_record
 from ktransformers.quant.origin import Origin, OriginLayer
 
-ROLES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-MIXTRAL_ROLES = {"gate": "w1", "up": "w3", "down": "w2"}
 MIXTRAL_BLOCK = (".mlp.", ".block_sparse_moe.")  # in the module's name, in the release
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class PlainSource(Protocol):
+@dataclass(frozen=True)
+class PlainSource:
     """A checkpoint whose tensors are all read unquantised."""
 
     config: dict[str, Any]  # of stock transformers, without a quantisation
-    notes: list[str]  # what the result will lack
-
-    @property
-    def paths(self) -> list[Path]: ...
-
-    def tensors(self) -> list[PlainTensor]: ...
-
-    def write_small_files(self, target: Path) -> None: ...
-
-    def release(self) -> None: ...
+    paths: list[Path]
+    tensors: list[PlainTensor]
+    write_small_files: Callable[[Path], object]
+    release: Callable[[], None]
+    notes: Sequence[str] = ()  # what the result will lack
 
 
 @dataclass(frozen=True)
@@ -89,62 +84,31 @@ class PlainCheckpoint:
         return dataclasses.asdict(self) | {"directory": str(self.directory), "seconds": round(self.seconds, 2)}
 
 
-class ReleaseSource:
+def release_source(path: Path) -> PlainSource:
     """A directory of safetensors, of experts or dense."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        config, quantisation = split_quantisation(read_config(path))
-        # A wrapped text model has other names of tensors than the text model alone, so its configuration stays.
-        self.config = config if config.get("model_type") in VISION_WRAPPERS else to_stock_config(config)
-        self.notes: list[str] = []
-        self._weights = SafetensorsSource(path, (), accept(str(path / "config.json"), quantisation))
-        require_json(path)
-
-    @property
-    def paths(self) -> list[Path]:
-        return self._weights.files
-
-    def tensors(self) -> list[PlainTensor]:
-        return self._weights.all_plain()
-
-    def write_small_files(self, target: Path) -> None:
-        copy_small_files(self._path, target)
-
-    def release(self) -> None:
-        self._weights.release()
+    config, quantisation = split_quantisation(read_config(path))
+    # A wrapped text model has other names of tensors than the text model alone, so its configuration stays.
+    stock = config if config.get("model_type") in VISION_WRAPPERS else to_stock_config(config)
+    weights = SafetensorsSource(path, (), accept(str(path / "config.json"), quantisation))
+    require_json(path)
+    copy = functools.partial(copy_small_files, path)
+    return PlainSource(stock, weights.files, weights.all_plain(), copy, weights.release)
 
 
-class GGUFModel:
+def gguf_source(path: Path) -> PlainSource:
     """A GGUF file, or a directory of one."""
-
-    def __init__(self, path: Path) -> None:
-        self._origin = Origin(path)
-        self.config, self.notes = self._origin.config, self._origin.notes
-
-    @property
-    def paths(self) -> list[Path]:
-        return self._origin.paths
-
-    def tensors(self) -> list[PlainTensor]:
-        experts = [tensor for layer in self._origin.layers for tensor in expert_tensors(layer)]
-        tensors = self._origin.rest() + experts
-        if self.config.get("model_type") != "mixtral":
-            return tensors
-        return [dataclasses.replace(tensor, name=mixtral_name(tensor.name)) for tensor in tensors]
-
-    def write_small_files(self, target: Path) -> None:
-        self._origin.write_small_files(target)
-
-    def release(self) -> None:
-        self._origin.release()
+    origin = Origin(path)
+    tensors = origin.rest() + [tensor for layer in origin.layers for tensor in expert_tensors(layer)]
+    if origin.config.get("model_type") == "mixtral":
+        tensors = [dataclasses.replace(tensor, name=mixtral_name(tensor.name)) for tensor in tensors]
+    return PlainSource(origin.config, origin.paths, tensors, origin.write_small_files, origin.release, origin.notes)
 
 
 def mixtral_name(name: str) -> str:
     """`...block_sparse_moe.experts.0.w1.weight`, as Mixtral is released."""
     name = name.replace(*MIXTRAL_BLOCK)
-    for role, word in ROLES.items():
-        name = name.replace(f".{word}.weight", f".{MIXTRAL_ROLES[role]}.weight") if ".experts." in name else name
+    for role, word in PROJECTIONS.items():
+        name = name.replace(f".{word}.weight", f".{MIXTRAL_MATRICES[role]}.weight") if ".experts." in name else name
     return name
 
 
@@ -190,7 +154,7 @@ def expert_tensors(layer: OriginLayer) -> list[PlainTensor]:
                 reader.close()
             return matrix
 
-        return PlainTensor(f"{layer.module}.{expert}.{ROLES[role]}.weight", torch.bfloat16, size, read)
+        return PlainTensor(f"{layer.module}.{expert}.{PROJECTIONS[role]}.weight", torch.bfloat16, size, read)
 
     return [
         tensor(expert, role, size) for expert in range(shape.num_experts) for role, size in shape.matrices().items()
@@ -231,7 +195,7 @@ def _parameters(layer: OriginLayer, reader: ExpertReader) -> list[PlainTensor]:
 def open_plain_source(path: Path) -> PlainSource:
     if is_packed(path):
         raise InputError(str(path), "a packed directory", "the checkpoint that it was made from")
-    return GGUFModel(path) if is_gguf_file(path) or is_gguf_directory(path) else ReleaseSource(path)
+    return gguf_source(path) if is_gguf_file(path) or is_gguf_directory(path) else release_source(path)
 
 
 def in_bf16(tensors: list[PlainTensor]) -> list[PlainTensor]:
@@ -254,7 +218,7 @@ def plan_plain(path: str | Path) -> PlainPlan:
     """Reads the headers of every file; what cannot be read is refused here."""
     path = Path(path)
     source = open_plain_source(path)
-    tensors = in_bf16(source.tensors())
+    tensors = in_bf16(source.tensors)
     for tensor in tensors:
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
             raise InputError(tensor.name, f"{tensor.dtype} without a scale", "a matrix that can be dequantised")

@@ -35,7 +35,7 @@ from ktransformers.adapters.write import WrittenTensor, record_tensor
 from ktransformers.checkpoint.encoded import gguf_package
 from ktransformers.checkpoint.layout import split_layer_name
 from ktransformers.checkpoint.sources.gguf import FLOATS
-from ktransformers.checkpoint.sources.gguf_names import unpermute
+from ktransformers.checkpoint.sources.gguf_names import ATTENTION, DENSE, MLA, ROUTER, shared_expert, unpermute
 from ktransformers.checkpoint.tensorfile import byte_view
 from ktransformers.experts.lora import LoraPair
 from ktransformers.ground.errors import InputError
@@ -44,15 +44,7 @@ from ktransformers.ground.files import parse_json, short, validate
 GGUF_FILE = "adapter.gguf"
 METADATA_KEY = "ktransformers.adapter"  # one JSON document: config, roots, stem, model
 EXPERT_TENSORS = {f"ffn_{role}_exps": role for role in ROLES}
-ATTENTION_TENSORS = {f"attn_{w}": f"self_attn.{w}_proj" for w in "qkv"} | {"attn_output": "self_attn.o_proj"}
-MLA_ATTENTION = {"attn_q_a": "self_attn.q_a_proj", "attn_q_b": "self_attn.q_b_proj", "attn_output": "self_attn.o_proj"}
-MLA_ATTENTION |= {"attn_q": "self_attn.q_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa"}
-DENSE_TENSORS = {f"ffn_{role}": f"mlp.{role}_proj" for role in ROLES}
-ROUTER_TENSORS = {"ffn_gate_inp": "mlp.gate"}
-
-
-def _shared_expert_tensors(block: str) -> dict[str, str]:
-    return {f"ffn_{role}_shexp": f"mlp.{block}.{role}_proj" for role in ROLES}
+MLA_ATTENTION = {leaf: MLA[leaf] for leaf in ("attn_q", "attn_q_a", "attn_q_b", "attn_kv_a_mqa", "attn_output")}
 
 
 @dataclass(frozen=True)
@@ -62,20 +54,18 @@ class Arch:
     permuted: bool = False  # rows of q and k are permuted within each head
 
 
+PLAIN = ATTENTION | ROUTER
+DEEPSEEK = Arch("deepseek2", MLA_ATTENTION | ROUTER | DENSE | shared_expert("shared_experts"))
 ARCHITECTURES: dict[str, Arch] = {
-    "qwen2_moe": Arch("qwen2moe", ATTENTION_TENSORS | ROUTER_TENSORS | _shared_expert_tensors("shared_expert")),
-    "qwen3_moe": Arch("qwen3moe", ATTENTION_TENSORS | ROUTER_TENSORS),
-    "qwen3_next": Arch("qwen3next", ATTENTION_TENSORS | ROUTER_TENSORS | _shared_expert_tensors("shared_expert")),
-    "qwen3_5_moe": Arch("qwen35moe", ATTENTION_TENSORS | ROUTER_TENSORS | _shared_expert_tensors("shared_expert")),
-    "qwen3_5_moe_text": Arch("qwen35moe", ATTENTION_TENSORS | ROUTER_TENSORS | _shared_expert_tensors("shared_expert")),
-    "mixtral": Arch("llama", ATTENTION_TENSORS | ROUTER_TENSORS, permuted=True),
-    "deepseek_v2": Arch(
-        "deepseek2", MLA_ATTENTION | ROUTER_TENSORS | DENSE_TENSORS | _shared_expert_tensors("shared_experts")
-    ),
-    "deepseek_v3": Arch(
-        "deepseek2", MLA_ATTENTION | ROUTER_TENSORS | DENSE_TENSORS | _shared_expert_tensors("shared_experts")
-    ),
-    "gpt_oss": Arch("gpt-oss", ATTENTION_TENSORS | {"ffn_gate_inp": "mlp.router"}),
+    "qwen2_moe": Arch("qwen2moe", PLAIN | shared_expert("shared_expert")),
+    "qwen3_moe": Arch("qwen3moe", PLAIN),
+    "qwen3_next": Arch("qwen3next", PLAIN | shared_expert("shared_expert")),
+    "qwen3_5_moe": Arch("qwen35moe", PLAIN | shared_expert("shared_expert")),
+    "qwen3_5_moe_text": Arch("qwen35moe", PLAIN | shared_expert("shared_expert")),
+    "mixtral": Arch("llama", PLAIN, permuted=True),
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
+    "gpt_oss": Arch("gpt-oss", ATTENTION | {"ffn_gate_inp": "mlp.router"}),
 }
 
 

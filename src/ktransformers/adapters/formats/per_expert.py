@@ -66,7 +66,7 @@ def read(content: Content, context: ReadContext) -> Adapter:
     for name in list(factors):
         if match := EXPERT_MODULE.fullmatch(name):
             role = MATRICES[match["matrix"]]
-            naming = W123_NAMING if match["matrix"] in (W123_NAMING.gate, W123_NAMING.up, W123_NAMING.down) else naming
+            naming = W123_NAMING if match["matrix"] in W123_NAMING.matrices.values() else naming
             expert = roots.setdefault(match["root"], {}).setdefault(int(match["expert"]), {})
             if role in expert:
                 raise InputError(factors[name].a.name, f"given together with {expert[role].a.name}", "one of them")
@@ -181,7 +181,7 @@ def _config(adapter: Adapter) -> dict[str, Any]:
     config = build_config(adapter, default, named, target_modules=targets, target_parameters=weights or None)
     config["target_modules"] = order_targets({*targets, *(adapter.naming.matrix(role) for role in forms)})
     down = forms.get("down", default)
-    names = "|".join(sorted({re.escape(adapter.naming.down), re.escape(PROJ_NAMING.down)}))
+    names = "|".join(sorted({re.escape(adapter.naming.matrix("down")), re.escape(PROJ_NAMING.matrix("down"))}))
     if down.rank != default.rank:  # matches the fused parameter of the loaded model and the names in the file
         config["rank_pattern"] |= {rf"experts\.(\d+\.)?({names})": down.rank}
     if down.alpha != default.alpha:

@@ -46,7 +46,7 @@ EXPERTS = re.compile(r"ffn_(?P<role>gate|up|down|gate_up)_exps")
 OLD = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<role>gate|up|down)\.(?P<expert>\d+)\.weight")
 
 
-def _shared(block: str) -> dict[str, str]:
+def shared_expert(block: str) -> dict[str, str]:
     return {f"ffn_{role}_shexp": f"mlp.{block}.{role}_proj" for role in ROLES}
 
 
@@ -59,11 +59,16 @@ class GGUFFamily:
 FAMILIES = {  # by llama.cpp's architecture
     "llama": GGUFFamily(NORMS | ATTENTION | ROUTER | DENSE, permuted=True),
     "qwen2moe": GGUFFamily(
-        NORMS | ATTENTION | ROUTER | DENSE | _shared("shared_expert") | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+        NORMS
+        | ATTENTION
+        | ROUTER
+        | DENSE
+        | shared_expert("shared_expert")
+        | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
     ),
     "qwen3moe": GGUFFamily(NORMS | ATTENTION | HEADS | ROUTER | DENSE),
     "deepseek2": GGUFFamily(
-        NORMS | MLA | ROUTER | DENSE | _shared("shared_experts") | {"exp_probs_b": "mlp.gate.e_score_correction"}
+        NORMS | MLA | ROUTER | DENSE | shared_expert("shared_experts") | {"exp_probs_b": "mlp.gate.e_score_correction"}
     ),
     "gpt-oss": GGUFFamily(
         NORMS
