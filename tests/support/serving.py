@@ -21,6 +21,8 @@ DATA = Path(__file__).parents[1] / "data"
 HIDDEN, WIDE, EXPERTS, LAYERS = 64, 40, 6, 2
 LINEARS = {"q_proj": (64, 64), "v_proj": (64, 32), "o_proj": (64, 64)}
 VOCABULARY = 6400
+# Until a test fails that waits for an event, however busy the machine is.
+WAIT_SECONDS = 120.0
 # Sums of a matrix product depend in their last bits on how many rows there are; nothing else may differ.
 CPU_TOLERANCE = 2e-5
 # What enters the experts is rounded to bf16: a sum that cuBLAS adds in another order, because the batch has other rows,
@@ -59,9 +61,14 @@ class RecordedEvents:
     """The events of one sequence."""
 
     events: list[Any] = field(default_factory=list)
+    began: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
 
     def __call__(self, event: Any) -> None:
         self.events.append(event)
+        self.began.set()
+        if event.finish is not None:
+            self.ended.set()
 
     @property
     def finish(self) -> str | None:

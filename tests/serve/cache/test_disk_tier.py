@@ -249,25 +249,31 @@ def test_rows_of_the_host_tier_are_evicted_without_references() -> None:
     assert name_of(3) not in tier and tier.reserve(name_of(6), b"") is not None
 
 
-def write_for_ever(path: Path, size: int, first: int) -> None:
+def write_for_ever(path: Path, size: int, first: int, written: Any) -> None:
+    def count(_: HostBlock) -> None:
+        written.value += 1
+
     with open_tier(path, records=12, size=size) as tier:
         number, parent = first, os.getppid()
         while os.getppid() == parent:  # not beyond a test that was killed itself
-            tier.offer(HostBlock(name_of(number), name_of(0), contents(number, size)), lambda _: None)
+            tier.offer(HostBlock(name_of(number), name_of(0), contents(number, size)), count)
             number += 1
 
 
 def test_nothing_wrong_is_offered_after_kills(tmp_path: Path) -> None:
-    """A writer overwrites a file of 12 records without end and is killed at random moments."""
+    """A writer overwrites a file of 12 records without end and is killed after a random number of records."""
     rng, size, path, survived = random.Random(3), 300_000, tmp_path / "kv", set[int]()
     context = multiprocessing.get_context("fork")
     for kill in range(KILLS):
-        writer = context.Process(target=write_for_ever, args=(path, size, 1 + 1000 * kill), daemon=True)
+        written: Any = context.Value("q", 0, lock=False)
+        writer = context.Process(target=write_for_ever, args=(path, size, 1 + 1000 * kill, written), daemon=True)
         writer.start()
-        time.sleep(rng.uniform(0.01, 0.2))
+        enough = rng.randint(1, 24)
+        while written.value < enough and writer.is_alive():
+            time.sleep(0.001)
         writer.kill()
         writer.join()
         with open_tier(path, records=12, size=size) as tier:
             survived.update(valid_numbers(tier, range(1, 1000 * (kill + 1))))
             assert not tier.counts.errors
-    assert len({number // 1000 for number in survived}) > KILLS // 2
+    assert {number // 1000 for number in survived} == set(range(KILLS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,14 @@ import torch
 from ktransformers.ground.errors import InputError
 from ktransformers.serve.sampling.sampling import Sampling, Score
 from ktransformers.serve.scheduler.engine import QueueFull, Stopped
-from tests.support.serving import CPU_TOLERANCE, EngineHarness, RecordedEvents, random_prompt, same_completion
+from tests.support.serving import (
+    CPU_TOLERANCE,
+    WAIT_SECONDS,
+    EngineHarness,
+    RecordedEvents,
+    random_prompt,
+    same_completion,
+)
 
 
 def greedy(model: object, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
@@ -208,21 +216,21 @@ def test_cancel_timeout_and_stop(harness: EngineHarness) -> None:
     engine = harness.engine(max_running_requests=2)
     engine.start()
     left, left_heard = harness.sequence(random_prompt(1, 20), max_tokens=400)
-    late, late_heard = harness.sequence(random_prompt(2, 20), max_tokens=400, deadline=time.monotonic() + 0.3)
+    late, late_heard = harness.sequence(random_prompt(2, 20), max_tokens=400)
     waits, waits_heard = harness.sequence(random_prompt(3, 20), max_tokens=4)
     engine.submit([left, late, waits])
-    time.sleep(0.1)
+    assert left_heard.began.wait(WAIT_SECONDS) and late_heard.began.wait(WAIT_SECONDS)
     engine.cancel([left])
-    end = time.monotonic() + 20
-    while time.monotonic() < end and not all((left.finished, late.finished, waits.finished)):
-        time.sleep(0.01)
+    late.request = replace(late.request, deadline=time.monotonic())
+    assert all(heard.ended.wait(WAIT_SECONDS) for heard in (left_heard, late_heard, waits_heard))
     assert (left_heard.finish, late_heard.finish, waits_heard.finish) == ("cancelled", "timeout", "length")
     assert late_heard.tokens  # what came in time was delivered
     long, long_heard = harness.sequence(random_prompt(4, 20), max_tokens=60)
     engine.submit([long])
-    stopper = threading.Thread(target=engine.stop, args=(20.0,))
+    stopper = threading.Thread(target=engine.stop, args=(WAIT_SECONDS,))
     stopper.start()
-    time.sleep(0.02)
+    while engine._accepting:
+        time.sleep(0.001)
     with pytest.raises(Stopped):
         engine.submit([harness.sequence(random_prompt(5, 20))[0]])
     stopper.join()
@@ -250,14 +258,11 @@ def test_failed_step_ends_its_requests_and_not_the_engine(
     engine.start()
     broken, broken_heard = harness.sequence(random_prompt(1, 20))
     engine.submit([broken])
-    end = time.monotonic() + 20
-    while not broken.finished and time.monotonic() < end:
-        time.sleep(0.01)
+    assert broken_heard.ended.wait(WAIT_SECONDS)
     assert broken_heard.finish == "error" and "no memory" in broken_heard.events[-1].error
     assert not broken_heard.tokens and not engine.kv_cache.slots
     fine, fine_heard = harness.sequence(random_prompt(1, 20))
     engine.submit([fine])
-    while not fine.finished and time.monotonic() < end:
-        time.sleep(0.01)
+    assert fine_heard.ended.wait(WAIT_SECONDS)
     engine.stop()
     assert same_completion(fine_heard, harness.alone(random_prompt(1, 20)))
