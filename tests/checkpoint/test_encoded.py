@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, decode, format_of
+from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, decode, format_of, stack
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.ground.errors import InputError
 from tests.support.formats import ROWS, SPECS, e2m1, e4m3
@@ -146,6 +146,13 @@ def test_rounding_is_to_nearest() -> None:
         )  # 1.0 throughout: the scales
         near = (grid * decode(ones)[..., None] - given[..., None]).abs().amin(-1)
         torch.testing.assert_close((found - given).abs(), near, rtol=1e-5, atol=1e-6)
+
+
+def test_stack() -> None:
+    parts = [encode(numbers(1, N, K) * scale, "nvfp4") for scale in (1, 2)]
+    both = stack(parts)
+    assert torch.equal(decode(both), torch.cat([decode(part) for part in parts]))
+    assert both.bytes == sum(part.bytes for part in parts)
 
 
 def test_refusals() -> None:

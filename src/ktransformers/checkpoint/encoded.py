@@ -177,6 +177,21 @@ def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
         raise InputError(name, str(tensor.dtype), str(dtype))
 
 
+def stack(parts: list[Encoded]) -> Encoded:
+    """Experts of one format and size as one; copies."""
+    first = parts[0]
+
+    def joined(tensors: list[Tensor | None]) -> Tensor | None:
+        present = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(present) if present else None
+
+    qweight = joined([part.qweight for part in parts])
+    assert qweight is not None
+    scales, tensor_scale = joined([part.scales for part in parts]), joined([part.tensor_scale for part in parts])
+    zeros = joined([part.zeros for part in parts])
+    return Encoded(first.format, qweight, scales, tensor_scale, zeros, columns=first.columns, name=first.name)
+
+
 # float32 of stored elements, one to an element, by their kind.
 ELEMENTS: dict[str, Callable[[EncodedFormat, Tensor], Tensor]] = {
     "int8": lambda form, qweight: qweight.float(),
