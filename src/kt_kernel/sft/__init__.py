@@ -31,9 +31,8 @@ _MODULES = {
     "weights": "BlockFP8ExpertWeights INT8ExpertWeights RAWINT4ExpertWeights extract_moe_weights "
     "load_block_fp8_experts_from_checkpoint_files load_experts_from_checkpoint_files load_experts_from_kt_weight_path "
     "load_rawint4_experts_from_checkpoint_files validate_persistent_int8_weights",
-    "checkpointing": "get_activation_checkpoint_context_fn set_activation_policy",
     "config": "KTActivationPolicy KTConfig configure_omp_threads",
-    "layer": "KTMoELayerWrapper",
+    "layer": "KTMoELayerWrapper get_activation_checkpoint_context_fn set_activation_policy",
     "wrapper": "build_kt_device_map build_kt_device_map_simplified get_expert_device get_kt_loading_kwargs "
     "load_kt_model move_non_experts_to_gpu wrap_moe_layers_with_kt_wrapper",
     "lora": "KTAdaptationResult adapt_peft_lora get_kt_expert_placeholders get_kt_fused_lora_exclude_modules "

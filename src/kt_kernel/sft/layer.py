@@ -1,24 +1,32 @@
 """`KTMoELayerWrapper`: the record of one expert layer of a wrapped model, and the model that holds the records.
 
 It is no module: the stock modules of the model stay in place, and the record refers to the experts module among them.
+
+Non-reentrant checkpointing is correct without any function of this package: the expert operator is recomputed like any
+other, and dropout draws its seed from torch's generator, whose state torch restores. With the `context_fn` from here, a
+layer whose policy is cpu=retain replays the outputs of its first pass instead of computing the experts again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from kt_kernel.sft.checkpointing import set_activation_policy
-from kt_kernel.sft.config import KTConfig
+from kt_kernel.sft.config import KTActivationPolicy, KTConfig
 from kt_kernel.sft.errors import KTAMXModelNotSupportedError
 from ktransformers.checkpoint.layout import split_layer_name
 from ktransformers.experts.backend import packed_experts
+from ktransformers.experts.checkpointing import recompute_experts, save_expert_outputs
 from ktransformers.experts.contract import Contract, expert_modules
 from ktransformers.experts.interface import experts_of
 from ktransformers.experts.store import ExpertStore
+
+Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
 @dataclass(eq=False)
@@ -80,3 +88,16 @@ def wrapped_model(model: nn.Module) -> Any:
             break
     remedy = "call wrap_moe_layers_with_kt_wrapper(model, kt_config) first"
     raise KTAMXModelNotSupportedError(type(model).__name__, "a model that was not wrapped", "a wrapped one", remedy)
+
+
+def get_activation_checkpoint_context_fn() -> Callable[[], Contexts]:
+    """The `context_fn`: `checkpoint(block, x, use_reentrant=False, context_fn=get_activation_checkpoint_context_fn())`.
+    Which layers retain their experts' outputs is set by `set_activation_policy`, which wrapping a model calls."""
+    return save_expert_outputs
+
+
+def set_activation_policy(model: nn.Module, policy: KTActivationPolicy) -> None:
+    """Retain or recompute the outputs of all packed experts of the model in checkpointed blocks."""
+    for module in expert_modules(model).values():
+        if (kt := packed_experts(module)) is not None:
+            recompute_experts(kt.store, policy.cpu == "recompute")

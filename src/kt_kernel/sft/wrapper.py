@@ -54,8 +54,6 @@ from ktransformers.place.placement import attach
 
 log = logger(__name__)
 
-# finetuning_type -> kt_train_mode.
-TRAIN_MODES = {"lora": "lora", "full": "full", "freeze": "hybrid", "galore": "full", "badam": "full"}
 # kt_expert_weight_format -> the method that takes it.
 FORMAT_METHODS = {"bf16": "BF16", "int8": "AMXINT8", "fp8": "FP8", "rawint4": "RAWINT4", "mxfp4": "MXFP4"}
 
@@ -201,7 +199,7 @@ def load_kt_model(
         expected = "the arguments of load_kt_model"
         raise KTAMXConfigError("load_kt_model", f"the argument {sorted(kwargs)[0]}", expected, "leave it out")
     finetuning = getattr(finetuning_args, "finetuning_type", "lora")
-    if TRAIN_MODES.get(finetuning) != "lora":
+    if finetuning != "lora":
         raise KTAMXConfigError("finetuning_type", finetuning, "lora: packed experts are frozen", LORA_INSTEAD)
     kt_config = KTConfig.from_object({} if kt_plugin is None else kt_plugin)
     name = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -21,8 +20,8 @@ class AMXMoEWrapper(BaseMoEWrapper):
 class NativeMoEWrapper(BaseMoEWrapper):
     """Methods that keep a released format, in which single experts can be written back for a GPU."""
 
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._order = list(range(self.num_experts))
         self._files: LayerSource | None = None
 

@@ -64,8 +64,8 @@ def register_model_hooks() -> None:
     options = ServerOptions.from_environment()
     stock = importlib.import_module(METHOD.rpartition(".")[0])
     register_hook(METHOD, method.masked_method(stock.KTEPWrapperMethod, options), "REPLACE")
-    register_hook(f"{FUSED_MOE}._weight_loader_physical", method.load_into_slot, "AROUND")
-    register_hook(f"{FUSED_MOE}._weight_loader_impl", method.load_unmapped, "AROUND")
+    for loader in ("_weight_loader_physical", "_weight_loader_impl"):
+        register_hook(f"{FUSED_MOE}.{loader}", method.load_into_slot, "AROUND")
     lora = adapters.ExpertAdapters(options)
     register_hook(f"{LORA_MANAGER}._load_lora_adapter", lora.load, "AROUND")
     register_hook(f"{LORA_MANAGER}.init_lora_adapters", lora.pack_after_start, "AFTER")

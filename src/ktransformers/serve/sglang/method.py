@@ -196,8 +196,10 @@ def _standard_topk(dispatch_output: Any) -> Any:
 def load_into_slot(
     original: Any, layer: Any, param: Any, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int
 ) -> None:
-    """Around FusedMoE._weight_loader_physical: the slot of an expert on the GPU in place of its number."""
-    slots = getattr(layer.quant_method, "slot_of", None)
+    """Around FusedMoE._weight_loader_physical, and the `_weight_loader_impl` that it calls: the slot of an expert on
+    the GPU in place of its number. Mainline calls the inner one with an expert's number too, without asking whether it
+    is on the GPU, for models that have no expert parallelism."""
+    slots = None if _loading.slot_given else getattr(layer.quant_method, "slot_of", None)
     if slots is None:
         original(layer, param, loaded_weight, weight_name, shard_id, expert_id)
     elif slots[expert_id] >= 0:
@@ -206,15 +208,3 @@ def load_into_slot(
             original(layer, param, loaded_weight, weight_name, shard_id, slots[expert_id])
         finally:
             _loading.slot_given = False
-
-
-def load_unmapped(
-    original: Any, layer: Any, param: Any, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int
-) -> None:
-    """Around FusedMoE._weight_loader_impl, which mainline also calls with an expert's number, without asking whether it
-    is on the GPU, for models that have no expert parallelism."""
-    slots = None if _loading.slot_given else getattr(layer.quant_method, "slot_of", None)
-    if slots is None:
-        original(layer, param, loaded_weight, weight_name, shard_id, expert_id)
-    elif slots[expert_id] >= 0:
-        original(layer, param, loaded_weight, weight_name, shard_id, slots[expert_id])
