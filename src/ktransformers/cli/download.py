@@ -17,7 +17,7 @@ from ktransformers.cli.sizes import gigabytes
 from ktransformers.ground.errors import InputError
 
 if TYPE_CHECKING:
-    from ktransformers.checkpoint.hub import Downloaded
+    from ktransformers.checkpoint.hub import Downloaded, Listing
     from ktransformers.checkpoint.verify import Verified
     from ktransformers.ground.model_registry import Entry
 
@@ -47,6 +47,8 @@ def download(
     as_json: Json = False,
 ) -> None:
     """Download a model and register it; run it again to resume."""
+    from ktransformers.checkpoint import hub as client
+    from ktransformers.checkpoint.verify import verify as check
     from ktransformers.ground import model_registry, settings
 
     repo_id = ask.for_text("REPO", repo, "hub id (OWNER/NAME)", "a hub id such as allenai/OLMoE-1B-7B-0125", as_json)
@@ -62,31 +64,21 @@ def download(
     home = Path(config.paths.downloads).expanduser() if config.paths.downloads else settings.data_folder() / "models"
     target = (local_dir.expanduser() if local_dir else home / (name or default_name)).absolute()
     if hub == "huggingface":
-        downloaded = _download_from_hub(
-            repo_id,
-            target,
-            revision,
-            include or [],
-            exclude or [],
-            workers or config.download.workers,
-            dry_run,
-            as_json,
-        )
+        endpoint = _endpoint()
+        listing = client.select_files(client.list_files(repo_id, revision, endpoint), include or [], exclude or [])
+        if dry_run:
+            _print_listing(listing, target, as_json)
+            return
+        files_at_once = workers or config.download.workers
+        with progress_bar(repo_id, quiet=as_json, unit="bytes") as bar:
+            downloaded = client.download(listing, target, endpoint=endpoint, workers=files_at_once, progress=bar)
     elif dry_run:
         raise InputError("dry-run", "with modelscope", "huggingface", "its client cannot list alone")
     else:
-        from ktransformers.checkpoint.hub import from_modelscope
-
-        downloaded = from_modelscope(repo_id, target, revision, include or [], exclude or [])
-    if downloaded is None:
-        return
-    listing = downloaded.listing
-    entry = model_registry.add(
-        downloaded.model, name or default_name, replace_same=True, source=hub, repo=repo_id, revision=listing.revision,
-        files=dict(listing.files),
-    )  # fmt: skip
-    from ktransformers.checkpoint.verify import verify as check
-
+        downloaded = client.from_modelscope(repo_id, target, revision, include or [], exclude or [])
+    origin: dict[str, Any] = {"source": hub, "repo": repo_id, "revision": downloaded.listing.revision}
+    origin["files"] = dict(downloaded.listing.files)
+    entry = model_registry.add(downloaded.model, name or default_name, replace_same=True, **origin)
     _print_download(entry, downloaded, check(downloaded.model, entry.files, hashes=False), as_json)
 
 
@@ -97,29 +89,12 @@ def _endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT") or settings.read().download.endpoint
 
 
-def _download_from_hub(
-    repo: str,
-    target: Path,
-    revision: str | None,
-    include: list[str],
-    exclude: list[str],
-    workers: int,
-    dry_run: bool,
-    as_json: bool,
-) -> Downloaded | None:
-    """None where files were only listed."""
-    from ktransformers.checkpoint import hub
-
-    endpoint = _endpoint()
-    listing = hub.select_files(hub.list_files(repo, revision, endpoint), include, exclude)
-    if not dry_run:
-        with progress_bar(repo, quiet=as_json, unit="bytes") as progress:
-            return hub.download(listing, target, endpoint=endpoint, workers=workers, progress=progress)
+def _print_listing(listing: Listing, target: Path, as_json: bool) -> None:
     files = {name: file.size for name, file in listing.files.items()}
     lines = [f"{gigabytes(size or 0):>12}  {name}" for name, size in files.items()]
     lines.append(f"{gigabytes(listing.size):>12}  in {len(files)} files, at {listing.revision}, into {target}")
-    print_result({"repo": repo, "revision": listing.revision, "bytes": listing.size, "files": files}, lines, as_json)
-    return None
+    document = {"repo": listing.repo, "revision": listing.revision, "bytes": listing.size, "files": files}
+    print_result(document, lines, as_json)
 
 
 def _print_download(entry: Entry, downloaded: Downloaded, checked: Verified, as_json: bool) -> None:

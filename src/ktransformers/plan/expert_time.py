@@ -38,9 +38,8 @@ POWER = Costs.sum
 # steps of 8192 tokens on an H200.
 TRAINING_FLOPS_SHARE = 0.25
 INFERENCE_FLOPS_SHARE = 0.5  # the same in GEMMs of a few thousand rows without gradients; estimated
-INFERENCE_CALL = (
-    0.9e-3  # launching experts on the GPU without LoRA: a streamed int4 token beyond its bytes (bench/place.py)
-)
+# Launching experts on the GPU without LoRA: a streamed int4 token beyond its bytes (bench/place.py).
+INFERENCE_CALL = 0.9e-3
 HOST_ROUND_TRIP = 800e-6  # copies of hidden states and results and waking a thread, besides their bytes
 FORWARD_SHARE = 3 / 7  # of the launch time of a layer's experts, both directions together
 BACKWARD_WORK = 5 / 3  # of backward on a GPU in units of forward: gate and up recomputed, and as many GEMMs

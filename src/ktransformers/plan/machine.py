@@ -20,9 +20,8 @@ GB = 10**9
 # Python's launch time per layer in a training step with a GPU: of forward, recompute and backward without the experts,
 # and of the experts in both directions. Measured for the profile amx16-h200 only.
 LAYER_SECONDS, EXPERTS_SECONDS = 14e-3, 5.5e-3
-PYTHON_SECONDS = (
-    0.042  # `system.python_loop_seconds` of that machine: estimated from steps on hosts where it was measured
-)
+# `system.python_loop_seconds` of that machine, estimated from steps on hosts where it was measured.
+PYTHON_SECONDS = 0.042
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": GB, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 

@@ -94,9 +94,8 @@ class ModelShape:
     quantized_weights: int = 0  # of dense linear layers and embeddings that the checkpoint has quantized
     quantized_bytes: int = 0  # of these weights and their scales
     quantized_absorbed: int = 0  # of `absorbed_numbers`: the checkpoint has these projections quantized
-    two_plane_weights: int = (
-        0  # of the three before, in formats with two bit planes, which some CPU variants dequantize
-    )
+    # Of the three before, in formats with two bit planes, which some CPU variants dequantize.
+    two_plane_weights: int = 0
     two_plane_bytes: int = 0
     two_plane_absorbed: int = 0
     published: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)

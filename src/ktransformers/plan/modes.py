@@ -25,9 +25,8 @@ from ktransformers.plan.split import Costs, split
 
 CPU = "cpu"  # the CPU computes every expert
 RESIDENT = "resident"  # experts on the GPU are computed there, the rest by the CPU
-HOST_CALLBACK = (
-    "host_callback"  # the same without synchronising the host on expert ids; can be captured in a CUDA graph
-)
+# The same without synchronising the host on expert ids, so that it can be captured in a CUDA graph.
+HOST_CALLBACK = "host_callback"
 STREAM = "stream"  # every expert that has tokens is copied to the GPU
 STREAM_ALL = "stream_all"  # every expert is copied regardless of routing; captured passes need no ids on the host
 SPLIT = "split"  # some experts streamed, the rest computed by the CPU at the same time; in passes without gradients

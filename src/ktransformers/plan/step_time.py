@@ -62,9 +62,8 @@ ADAM_SHARE = 0.62  # of the read rate that torch's AdamW reaches with eight thre
 PACKED_SHARE = {"fp8": 0.85, "int8": 0.85, "int4": 0.74, "mxfp4": 0.59, "q4_k": 0.51, "q6_k": 0.42}
 EIGHT_BITS, FEWER_BITS = "fp8", "q6_k"  # whose shares other formats have
 DECODED_FIRST = ("iq", "tq1")  # how formats begin that no GPU kernel multiplies packed
-PACKED_ROWS = (
-    64  # that are multiplied with packed weights; for more the weight is dequantized (quantized/gpu/linear.py),
-)
+# Rows that are multiplied with packed weights; for more the weight is dequantized (quantized/gpu/linear.py).
+PACKED_ROWS = 64
 DECODE_SHARE = 0.7  # at this share of the nominal bandwidth for what is read and written: V3's o, measured there
 PREFETCH_ROWS = 4  # per expert on average: from here on the next layer's experts are prefetched
 

@@ -48,9 +48,7 @@ class Training:
     labelled_mean: float | None = None  # mean of that share over the passes, which the time follows; None: `labelled`
     loss_bytes: int | None = None  # of the loss on a GPU; None: TRL's chunked loss
     graphs: bool = True  # attention on a GPU uses CUDA graphs where possible (modeling/attention_graphs/replay.py)
-    linear_format: str | None = (
-        None  # of dense linear layers; KEEP: as quantized in the checkpoint; None: not quantized
-    )
+    linear_format: str | None = None  # of dense linear layers; KEEP: as in the checkpoint; None: not quantized
 
     def __post_init__(self) -> None:
         if not self.adapts_experts and not self.adapts_attention:
@@ -92,9 +90,7 @@ class Serving:
     prompt: int = 1024  # tokens of a request
     sequences: int = 1
     rest_bytes: int = 2
-    linear_format: str | None = (
-        None  # of dense linear layers; KEEP: as quantized in the checkpoint; None: not quantized
-    )
+    linear_format: str | None = None  # of dense linear layers; KEEP: as in the checkpoint; None: not quantized
     fp8_cache: bool = False  # keys and values in FP8
 
     def __post_init__(self) -> None:
@@ -121,9 +117,7 @@ class Choice:
     gpus: int = 0  # that hold everything but the experts; 0: everything is on the CPU
     residents: int = 0  # experts per layer that are resident on a GPU
     policy: str = DEFAULT_POLICY  # placement policy of the other experts (ground/options/placement.py)
-    linear_format: str | None = (
-        None  # of dense linear layers; KEEP: as quantized in the checkpoint; None: not quantized
-    )
+    linear_format: str | None = None  # of dense linear layers; KEEP: as in the checkpoint; None: not quantized
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

@@ -39,10 +39,8 @@ from ktransformers.train.pictures import SVG_FILE, draw_final, plot_loss
 from ktransformers.train.settings import TrainSettings
 
 LOCK_FILE = ".kt_lock"  # in the output directory, while a run uses it
-MAX_LATER_TURNS, MAX_TURN_TOKENS = (
-    3,
-    4096,
-)  # of a row, whose prompts are recorded in addition to that of its first answer
+# Turns of a row whose prompts are recorded in addition to that of its first answer.
+MAX_LATER_TURNS, MAX_TURN_TOKENS = 3, 4096
 
 MODEL_CARD = """---
 base_model: {base}
