@@ -94,7 +94,7 @@ def test_split_has_to_gain_a_fifth_over_no_copies(without_copies: str) -> None:
 
 def test_recorded_cells_have_the_choices_that_timing_made() -> None:
     """Every mode was timed in these cells when they were recorded, and `mode` is what timing chose."""
-    cells = json.loads((REPOSITORY / "bench/results/current/place.json").read_text())["cells"]
+    cells = json.loads((REPOSITORY / "bench/results/current/place.json").read_text())["runs"]["main"]["cells"]
     fixed, over_best = (CPU, STREAM, SPLIT, HOST_CALLBACK), []
     for cell in cells:
         mode = decide(pass_kind(cell["tokens"], False), cell["predicted"]).mode
