@@ -31,23 +31,17 @@ MAX_SCORED_TOKENS = 4096  # padded tokens of a scoring batch, because logits are
 
 def trained_experts(adapters: Mapping[str, Path]) -> Path | None:
     """Path of the experts that the adapters were trained on (`kt_weight_path`); None if they come from the model."""
-    experts_of = {}
-    for name, directory in adapters.items():
-        path = ((read_manifest(directory) or {}).get("experts") or {}).get("path")
-        experts_of[name] = Path(path) if path else None
-    expert_paths = set(experts_of.values())
-    if len(expert_paths) > 1:
-        listed = ", ".join(
-            f"{name} on {expert_path or 'those of the model'}" for name, expert_path in experts_of.items()
-        )
-        raise InputError(
-            "adapter", listed, "adapters that were trained on the same experts", "evaluate them separately"
-        )
-    expert_path = expert_paths.pop() if expert_paths else None
-    if expert_path is not None and not expert_path.exists():
-        problem = f"{next(iter(experts_of))}, trained on the experts of {expert_path}, which is not there"
+    manifests = {name: read_manifest(directory) or {} for name, directory in adapters.items()}
+    paths = {name: (manifest.get("experts") or {}).get("path") for name, manifest in manifests.items()}
+    if len(set(paths.values())) > 1:
+        listed = ", ".join(f"{name} on {path or 'those of the model'}" for name, path in paths.items())
+        expected = "adapters that were trained on the same experts"
+        raise InputError("adapter", listed, expected, "evaluate them separately")
+    name, path = next(iter(paths.items()), ("", None))
+    if path and not Path(path).exists():
+        problem = f"{name}, trained on the experts of {path}, which is not there"
         raise InputError("adapter", problem, "these experts", "pass --experts DIR")
-    return expert_path
+    return Path(path) if path else None
 
 
 class LocalModel:
@@ -56,12 +50,8 @@ class LocalModel:
     def __init__(self, model: Any, tokenizer: Any, name: str, batch_size: int = 8) -> None:
         if batch_size < 1:
             raise InputError("batch-size", batch_size, "1 or more")
-        self.model, self.tokens, self.name, self.batch_size = (
-            model.eval(),
-            PromptTokenizer(tokenizer, name),
-            name,
-            batch_size,
-        )
+        self.model, self.tokens = model.eval(), PromptTokenizer(tokenizer, name)
+        self.name, self.batch_size = name, batch_size
         self._adapters: dict[str, str] = {}
         self._adapter_tokens: dict[str, PromptTokenizer] = {}
         if tokenizer.pad_token_id is None:
@@ -176,23 +166,14 @@ class LocalBackend:
     def generate(self, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[str]:
         tokens = self._local.tokens_of(self._adapter)
         ends = tokens.template if any(prompt.chat for prompt in prompts) else None
-        stops = {} if ends is None else self._stop_options(ends)
+        greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        options = greedy | {"pad_token_id": tokens.tokenizer.pad_token_id} | (self._stop_options(ends) if ends else {})
         encoded = [tokens.encode(tokens.render(prompt), prompt.chat) for prompt in prompts]
         answers = [""] * len(prompts)
         with self._local.with_adapter(self._adapter) as model:
             for indices in _by_length(encoded, self._local.batch_size):
                 ids, mask = self._padded([encoded[index] for index in indices], left=True)
-                out = model.generate(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    max_new_tokens=max_new_tokens,
-                    do_sample=False,
-                    temperature=None,
-                    top_p=None,
-                    top_k=None,
-                    pad_token_id=tokens.tokenizer.pad_token_id,
-                    **stops,
-                )
+                out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, **options)
                 for index, row in zip(indices, out[:, ids.shape[1] :], strict=True):
                     text = tokens.tokenizer.decode(row, skip_special_tokens=True)
                     for stop in () if ends is None else ends.stop_strings:

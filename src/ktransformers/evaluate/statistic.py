@@ -7,6 +7,7 @@ compared on the same resamples, which removes the variance of item difficulty.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -107,11 +108,18 @@ def multiplicities(items: int, seed: int = 0, resamples: int = RESAMPLES) -> Arr
     return generator.multinomial(items, numpy.full(items, 1 / items), size=resamples).astype(numpy.float64)
 
 
+def _interval(values: Array) -> tuple[float, float]:
+    """Of 95 %; NaN if no resample has a value."""
+    if numpy.isnan(values).all():
+        return math.nan, math.nan
+    low, high = numpy.nanpercentile(values, (2.5, 97.5))
+    return float(low), float(high)
+
+
 def estimate(statistic: Statistic, seed: int = 0) -> Estimate:
     count = len(statistic.rows)
     values = statistic.fold(multiplicities(count, seed) @ statistic.rows)
-    low, high = numpy.nanpercentile(values, (2.5, 97.5)) if not numpy.isnan(values).all() else (numpy.nan, numpy.nan)
-    return Estimate(statistic.value(), float(low), float(high), count)
+    return Estimate(statistic.value(), *_interval(values), count)
 
 
 def difference(first: Statistic, second: Statistic, seed: int = 0) -> Difference:
@@ -121,9 +129,8 @@ def difference(first: Statistic, second: Statistic, seed: int = 0) -> Difference
     value = second.value() - first.value()
     # Ties count half to each side; a finite number of resamples never gives p = 0.
     below = ((values < 0).sum() + 0.5 * (values == 0).sum() + 0.5) / (len(values) + 1)
-    low, high = numpy.nanpercentile(values, (2.5, 97.5)) if not numpy.isnan(values).all() else (numpy.nan, numpy.nan)
     gain = value > 0 if first.more_is_better else value < 0
     # Lower bound for few items: all of them changing in one direction has at least this probability under the null.
     minimum_p = 2.0 ** (1 - len(first.rows))
     p = min(1.0, max(2 * min(below, 1 - below), minimum_p))
-    return Difference(value, float(low), float(high), float(p), bool(gain))
+    return Difference(value, *_interval(values), float(p), bool(gain))

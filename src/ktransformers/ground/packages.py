@@ -15,7 +15,7 @@ from ktransformers.ground.errors import InputError
 EXTRAS: dict[str, tuple[str, ...]] = {
     "train": ("trl", "datasets", "accelerate"),
     "serve": ("fastapi", "uvicorn"),
-    "eval": ("sacrebleu", "matplotlib"),
+    "eval": ("sacrebleu",),
 }
 
 

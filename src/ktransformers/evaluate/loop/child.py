@@ -80,16 +80,12 @@ def run_command(
 ) -> int:
     """Returns the exit code. Output goes to the log and, line by line, to `on_line`; a JSON document to its own file;
     progress to `on_event`."""
-    log.parent.mkdir(parents=True, exist_ok=True)
     partial = None if document is None else document.with_name(f".{document.name}.partial")
     with ExitStack() as stack:
-        kept = stack.enter_context(log.open("ab"))
-        kept.write(f"$ {command_line(arguments)}\n".encode())
+        kept = stack.enter_context(_open_log(arguments, log))
         out = subprocess.PIPE if partial is None else stack.enter_context(partial.open("wb"))
         errors = subprocess.STDOUT if partial is None else subprocess.PIPE
-        events = stack.enter_context(_progress_pipe(on_event))
-        child = _start(arguments, out, errors, lock, events)
-        stack.callback(terminate, child)
+        child = stack.enter_context(_running(arguments, out, errors, lock, on_event))
         spoken = child.stdout if partial is None else child.stderr
         assert spoken is not None
         for line in spoken:
@@ -101,6 +97,14 @@ def run_command(
     if partial is not None and document is not None:
         _store_document(partial, document, log)
     return code
+
+
+def _open_log(arguments: Sequence[str], log: Path) -> IO[bytes]:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    stream = log.open("ab")
+    stream.write(f"$ {command_line(arguments)}\n".encode())
+    stream.flush()
+    return stream
 
 
 @contextmanager
@@ -138,25 +142,28 @@ def _store_document(partial: Path, document: Path, log: Path) -> None:
     partial.replace(document)
 
 
-def _start(
-    arguments: Sequence[str], out: int | IO[bytes], errors: int, lock: int, events: int | None
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [*PROGRAM, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=errors,
-        pass_fds=(lock,) if events is None else (lock, events),
-        start_new_session=True,  # Ctrl-C reaches only this process: a second signal makes a trainer stop immediately
-        preexec_fn=_die_with_parent,
-        env=_environment(events),
-    )
-
-
-def _environment(events: int | None) -> dict[str, str]:
-    """A child's variables. API_KEY is left out: a server would refuse the other children, which are given no key."""
-    inherited = {name: value for name, value in os.environ.items() if name != "API_KEY"}
-    return inherited | {"PYTHONUNBUFFERED": "1"} | ({} if events is None else {"KT_PROGRESS": str(events)})
+@contextmanager
+def _running(
+    arguments: Sequence[str], out: int | IO[bytes], errors: int, lock: int, on_event: ReportEvent | None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The child, which is terminated at the end. API_KEY is left out of its variables: a server would refuse the other
+    children, which are given no key."""
+    variables = {name: value for name, value in os.environ.items() if name != "API_KEY"} | {"PYTHONUNBUFFERED": "1"}
+    with _progress_pipe(on_event) as events:
+        child = subprocess.Popen(
+            [*PROGRAM, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=errors,
+            pass_fds=(lock,) if events is None else (lock, events),
+            start_new_session=True,  # Ctrl-C reaches only this process: a second signal makes a trainer stop at once
+            preexec_fn=_die_with_parent,
+            env=variables if events is None else variables | {"KT_PROGRESS": str(events)},
+        )
+        try:
+            yield child
+        finally:
+            terminate(child)
 
 
 def terminate(child: subprocess.Popen[bytes]) -> None:
@@ -191,23 +198,15 @@ def server(
     arguments: Sequence[str], port: int, log: Path, lock: int, on_event: ReportEvent | None = None
 ) -> Iterator[str]:
     """A running `kt serve`; yields its address."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as stream, _progress_pipe(on_event) as events:
-        stream.write(f"$ {command_line(arguments)}\n".encode())
-        stream.flush()
-        child = _start(arguments, stream.fileno(), subprocess.STDOUT, lock, events)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            started = time.monotonic()
-            while not _is_ready(url):
-                if child.poll() is not None:
-                    raise StageFailed("serve", child.returncode, log)
-                if time.monotonic() - started > SERVER_START_SECONDS:
-                    raise KTError(f"{url}: no answer after {SERVER_START_SECONDS:.0f} s; {log} says how far it came")
-                time.sleep(0.2)
-            yield url
-        finally:
-            terminate(child)
+    url, started = f"http://127.0.0.1:{port}", time.monotonic()
+    with _open_log(arguments, log) as stream, _running(arguments, stream, subprocess.STDOUT, lock, on_event) as child:
+        while not _is_ready(url):
+            if child.poll() is not None:
+                raise StageFailed("serve", child.returncode, log)
+            if time.monotonic() - started > SERVER_START_SECONDS:
+                raise KTError(f"{url}: no answer after {SERVER_START_SECONDS:.0f} s; {log} says how far it came")
+            time.sleep(0.2)
+        yield url
 
 
 def _is_ready(url: str) -> bool:

@@ -45,6 +45,6 @@ def _routers_to_json(routers: ChoiceComparison) -> dict[str, Any]:
 class ProofFailed(KTError):
     """A tensor is wrong, found before anything was computed."""
 
-    def __init__(self, check: ProofCheck) -> None:
-        super().__init__(f"{check.culprit}: {check.detail}")
-        self.check = check
+    def __init__(self, what: str, culprit: str, detail: str, difference: LogprobDifference | None = None) -> None:
+        super().__init__(f"{culprit}: {detail}")
+        self.check = ProofCheck(what, False, detail, difference, culprit)

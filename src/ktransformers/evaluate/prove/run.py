@@ -201,13 +201,12 @@ def check_tensors(content: Content, model: str) -> tuple[ProofCheck, dict[str, i
         adapter = read_adapter(content.path, model=model, verify=document is None)
     except InputError as error:
         name, _, detail = str(error).partition(": given ")
-        raise ProofFailed(ProofCheck("tensors", False, detail, culprit=name)) from error
+        raise ProofFailed("tensors", name, detail) from error
     matrices = len(adapter.modules) + sum(len(layer.forms) for layer in adapter.experts)
     counts = {"saved": len(content.tensors), "matrices": matrices}
     if document is None:
-        return ProofCheck(
-            "tensors", None, f"no manifest: {len(content.tensors)} tensors cannot be compared with training"
-        ), counts
+        detail = f"no manifest: {len(content.tensors)} tensors cannot be compared with training"
+        return ProofCheck("tensors", None, detail), counts
     counts["trained"] = len(document["tensors"])
     pairs = sum(source.pairs_per_layer(layer) for layer in adapter.experts) + len(adapter.modules)
     placed = 2 * pairs + len(adapter.extras)
@@ -253,7 +252,7 @@ def run_trainer_model(
         disabled_floor = measure_noise_floor(model, rows, base)
     if not difference(disabled, base).is_zero:
         detail = "the base computes other values while an adapter is attached and disabled"
-        raise ProofFailed(ProofCheck("trainer's graph", False, detail, difference(disabled, base), "base"))
+        raise ProofFailed("trainer's graph", "base", detail, difference(disabled, base))
     noise = NoiseFloor(
         larger_difference(floor.logprobs, disabled_floor.logprobs),
         larger_difference(floor.replayed, disabled_floor.replayed),
@@ -271,17 +270,13 @@ def _compare_loaded_tensors(model: Any, content: Content) -> int:
     state: dict[str, Tensor] = get_peft_model_state_dict(model)
     for name, stored in content.tensors.items():
         if name not in state:
-            raise ProofFailed(ProofCheck("trainer's graph", False, "PEFT has no module for it", culprit=name))
+            raise ProofFailed("trainer's graph", name, "PEFT has no module for it")
         if not torch.equal(state[name].float().cpu(), stored.read().float()):
-            raise ProofFailed(
-                ProofCheck("trainer's graph", False, "PEFT loaded other values than the file has", culprit=name)
-            )
+            raise ProofFailed("trainer's graph", name, "PEFT loaded other values than the file has")
     content.release()
     missing = sorted(set(state) - set(content.tensors))
     if missing:
-        raise ProofFailed(
-            ProofCheck("trainer's graph", False, "PEFT expects it and the file lacks it", culprit=missing[0])
-        )
+        raise ProofFailed("trainer's graph", missing[0], "PEFT expects it and the file lacks it")
     return len(state)
 
 
