@@ -46,10 +46,11 @@ class LayerPlace:
     intermediate: int
     limit: float = 0.0  # swiglu_limit
     alpha: float = 0.0  # swiglu_alpha
+    name: str = ""  # of the experts module, if it is known
 
     @property
     def module(self) -> str:
-        return f"model.layers.{self.index}.mlp.experts"
+        return self.name or f"model.layers.{self.index}.mlp.experts"
 
     def contract(self, transposed: bool = False) -> Contract:
         gate = Gate("swiglu_oai" if self.alpha else "silu", self.limit, self.alpha)

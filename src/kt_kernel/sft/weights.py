@@ -97,7 +97,7 @@ def load_experts_from_checkpoint_files(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gate and up `[E, I, H]` and down `[E, H, I]` in bf16; quantised matrices are dequantised. `sharded_metadata` is
     not needed: the headers of the files say where a tensor is."""
-    matrices = _stacked(*_open_layer(files, moe_config, layer_idx, _hidden_size(files)))
+    matrices = _stacked(*_open_layer(files, layers_prefix, moe_config, layer_idx, _hidden_size(files)))
     gate, up, down = (
         (decode(matrix) if isinstance(matrix, Encoded) else matrix).to(torch.bfloat16) for matrix in matrices
     )
@@ -116,7 +116,7 @@ def load_block_fp8_experts_from_checkpoint_files(
     """The experts of an fp8 checkpoint with scales of 128 x 128 blocks, as they are stored."""
     if tuple(block_size) != (128, 128):
         raise KTArtifactError("block_size", tuple(block_size), "(128, 128)")
-    qweight, scales = _native(*_open_layer(files, moe_config, layer_idx, hidden_size), "fp8:128x128")
+    qweight, scales = _native(*_open_layer(files, layers_prefix, moe_config, layer_idx, hidden_size), "fp8:128x128")
     matrices = [list(matrix.view(torch.float8_e4m3fn).unbind(0)) for matrix in qweight]
     return BlockFP8ExpertWeights(*matrices, *(list(scale.unbind(0)) for scale in scales))
 
@@ -131,7 +131,9 @@ def load_rawint4_experts_from_checkpoint_files(
     group_size: int = 32,
 ) -> RAWINT4ExpertWeights:
     """The experts of a compressed-tensors checkpoint in groups of 32, as they are stored."""
-    qweight, scales = _native(*_open_layer(files, moe_config, layer_idx, hidden_size), f"int4:{group_size}")
+    qweight, scales = _native(
+        *_open_layer(files, layers_prefix, moe_config, layer_idx, hidden_size), f"int4:{group_size}"
+    )
     return RAWINT4ExpertWeights(*qweight, *scales)
 
 
@@ -152,14 +154,15 @@ def _hidden_size(files: Sequence[str | Path]) -> int:
 
 
 def _open_layer(
-    files: Sequence[str | Path], moe_config: MOEArchConfig, layer_idx: int, hidden: int
+    files: Sequence[str | Path], layers_prefix: str, moe_config: MOEArchConfig, layer_idx: int, hidden: int
 ) -> tuple[Contract, LayerSource]:
-    """The layer is found by its number, whatever precedes it in the names."""
     if not files:
         raise KTArtifactError("files", "an empty list", "the safetensors files of a checkpoint")
     directory = Path(files[0]).parent
     source = open_source(directory, read_checkpoint_facts(directory).rest, files=[str(file) for file in files])
-    return read_layer(source, LayerPlace(layer_idx, moe_config.expert_num, hidden, moe_config.intermediate_size))
+    name = f"{layers_prefix}.{layer_idx}.{moe_config.moe_layer_attr}.{moe_config.experts_attr}"
+    sizes = (moe_config.expert_num, hidden, moe_config.intermediate_size)
+    return read_layer(source, LayerPlace(layer_idx, *sizes, name=name))
 
 
 def _stacked(contract: Contract, layer: LayerSource) -> list[Weight]:
