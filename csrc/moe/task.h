@@ -30,7 +30,7 @@ struct Engine {
 
 // Largest K for which a sum of int8 products, -128 times 127 each, fits 32 bits.
 constexpr int32_t kMaxInt8K = 132104;
-constexpr const char* kNoIntegerCodes = "bf16, bf16:12, mxfp8 and fp8 have no codes that are integers times a scale";
+constexpr const char* kNoIntegerCodes = "bf16, bf16:12, mxfp8 and fp8 have no integers times a scale";
 
 class Experts {
  public:

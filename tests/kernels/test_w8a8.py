@@ -148,7 +148,7 @@ def test_other_experts_are_refused(pool: _core.Pool) -> None:
     given = Rounded.of(make_layer(2, 64, 64))
     exact, plain = given.store(pool, precision="f32"), ExpertStore(2, 64, 64, pool=pool)
     mixed = ExpertStore(2, 64, 64, pool=pool, formats={"gate": "int8", "up": "int4:32", "down": "mxfp8"})
-    for store, why in ((exact, "f32"), (plain, "bf16.*integer codes"), (mixed, "int4:32, int8, mxfp8")):
+    for store, why in ((exact, "f32"), (plain, "bf16.*integer formats"), (mixed, "int4:32, int8, mxfp8")):
         with pytest.raises(InputError, match=f"w8a8.*{why}"):
             store.w8a8 = True
         assert not store.w8a8

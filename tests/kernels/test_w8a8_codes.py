@@ -154,5 +154,5 @@ def test_what_has_no_integer_codes_is_refused(pool: _core.Pool) -> None:
     with pytest.raises(ValueError, match=r"w8a8.*fp8"):
         linear.w8a8 = True
     store = ExpertStore(2, 256, 256, pool=pool, formats={"gate": "q4_k", "up": "q4_k", "down": "fp8:row"})
-    with pytest.raises(InputError, match=r"w8a8.*fp8:row, q4_k.*integer codes"):
+    with pytest.raises(InputError, match=r"w8a8.*fp8:row, q4_k.*integer formats"):
         store.w8a8 = True

@@ -18,7 +18,7 @@ RANK = """
 import contextlib, json, os, sys
 from ktransformers.ground import system
 from ktransformers.ground.errors import KTError
-from ktransformers.nn import rank_check
+from ktransformers.parallel import rank_check
 other, folder = sys.argv[1:]
 rank = int(os.environ["RANK"])
 if other == "version" and rank == 1:
