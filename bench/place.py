@@ -178,10 +178,7 @@ def rates(layers: list[PlacedExperts]) -> dict[str, float]:
     from ktransformers.place.gpu.layer_costs import link_rate, memory_rate
 
     first = layers[0]
-    return {
-        "link": link_rate(first.layer.packed, first.engine.executor),
-        "memory": memory_rate(),
-    }
+    return {"link": link_rate(first.layer.packed, first.engine.executor), "memory": memory_rate()}
 
 
 def bare(made: list[ExpertStore], load: Load) -> float:

@@ -135,7 +135,7 @@ class Bench:
 
     def chosen_bytes(self, forward: Any, placement: Any, streams: int) -> tuple[float, int]:
         """How many experts of a layer a step chooses, and the bytes of those of all layers."""
-        from ktransformers.place.routing_counts import RoutingCounter
+        from ktransformers.place.residents import RoutingCounter
 
         slots, counter = self.slots(forward, streams), RoutingCounter(forward.model)
         forward.run(self.chunks(slots, 0))

@@ -72,9 +72,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer-seconds", type=float, default=600.0, help="after which a peer is ended")
     parser.add_argument("--peers-only", action="store_true", help="measure nothing of ours but what --gguf asks for")
     parser.add_argument(
-        "--gguf",
-        action="store_true",
-        help="ours with the experts of llama.cpp's Q4_K, and with the whole file",
+        "--gguf", action="store_true", help="ours with the experts of llama.cpp's Q4_K, and with the whole file"
     )
     parser.add_argument("--folder", type=Path, help="for the model and the adapters; kept. Default: a temporary one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")

@@ -128,12 +128,7 @@ class OverHttp:
 
 @contextmanager
 def open_ours(
-    args: argparse.Namespace,
-    model: Path,
-    adapters: dict[str, Path],
-    experts: Path | None = None,
-    *,
-    clock: bool = True,
+    args: argparse.Namespace, model: Path, adapters: dict[str, Path], experts: Path | None = None, *, clock: bool = True
 ) -> Iterator[Client]:
     """`experts`: where they come from if not from the model's own directory. `clock`: seconds in experts are taken in
     this process, by hooks, which decoder layers then call."""

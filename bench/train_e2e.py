@@ -79,10 +79,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--activation", choices=["retain", "recompute"], default="retain", help="of the experts of kt")
     parser.add_argument("--serve", type=int, default=0, metavar="N", help="also a prompt of N tokens and 16 new ones")
     parser.add_argument(
-        "--seconds-per-cell",
-        type=float,
-        default=6.0,
-        help="of timed steps, three at least, one if of many pieces",
+        "--seconds-per-cell", type=float, default=6.0, help="of timed steps, three at least, one if of many pieces"
     )
     parser.add_argument("--longest", type=float, default=400.0, help="seconds that a variant's process may take")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")

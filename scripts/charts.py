@@ -28,12 +28,7 @@ IMAGES = ROOT / "docs" / "images"
 DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
 
 GREY, GRID = "#7d8590", "#7d859040"
-COLOURS = {
-    "int4": "#2f81f7",
-    "bf16": "#8cc4ff",
-    "stock": "#d29922",
-    "offload": "#a371f7",
-}
+COLOURS = {"int4": "#2f81f7", "bf16": "#8cc4ff", "stock": "#d29922", "offload": "#a371f7"}
 STREAMS = ("#9ecbff", "#56a8f5", "#1f6feb")
 SHAPES = ("#2f81f7", "#3fb950", "#d29922", "#a371f7")
 STYLE: dict[Any, Any] = {

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from kt_kernel.experts import KTMoEWrapper
-    from kt_kernel.masks import generate_gpu_experts_masks
     from kt_kernel.sft.amx import AMXSFTMoEWrapper
+    from kt_kernel.weights import generate_gpu_experts_masks
 
 __version__ = "0.7.2"
 __all__ = ["AMXSFTMoEWrapper", "KTMoEWrapper", "__version__", "generate_gpu_experts_masks", "kt_kernel_ext"]
@@ -26,7 +26,7 @@ sys.modules.setdefault("kt_kernel_ext", kt_kernel_ext)  # programs import it by 
 
 _MODULE_OF = {
     "KTMoEWrapper": "kt_kernel.experts",
-    "generate_gpu_experts_masks": "kt_kernel.masks",
+    "generate_gpu_experts_masks": "kt_kernel.weights",
     "AMXSFTMoEWrapper": "kt_kernel.sft.amx",
 }
 _OF_EXTENSION = ("__cpu_variant__", "__int8_kernel__", "__int8_weight_layout__")

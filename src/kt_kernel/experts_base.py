@@ -137,11 +137,7 @@ class BaseMoEWrapper:
         self.use_store(load_store(self.weight_path, self._place, self.method, physical_to_logical_map_cpu))
 
     def load_weights_from_tensors(
-        self,
-        gate_proj: Tensor,
-        up_proj: Tensor,
-        down_proj: Tensor,
-        physical_to_logical_map_cpu: Tensor | None = None,
+        self, gate_proj: Tensor, up_proj: Tensor, down_proj: Tensor, physical_to_logical_map_cpu: Tensor | None = None
     ) -> None:
         """From gate and up `[E, I, H]` and down `[E, H, I]` in the order of the wrapper's experts: as in kt-kernel the
         map is not applied here. With `cpu_save` the quantised experts are also written below `weight_path`, as `.kt`

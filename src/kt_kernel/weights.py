@@ -29,7 +29,7 @@ from ktransformers.experts.gate import Gate
 from ktransformers.experts.packed import PackedExperts
 from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.errors import InputError
-from ktransformers.modeling.checkpoint_facts import open_expert_source, read_checkpoint_facts
+from ktransformers.modeling.pretrained import open_expert_source, read_checkpoint_facts
 
 Weight = Tensor | Encoded
 # Beginnings of formats -> the one in which tensors are encoded: what releases have.
@@ -210,3 +210,13 @@ def _quantise(contract: Contract, chunks: Iterable[ExpertChunk], bits: int, orde
     store = new_store(contract, formats=formats)
     # Its converter reads bf16, whatever the checkpoint has.
     return _pack(store, contract, chunks, order, lambda matrix: encode_rows(numbers(matrix).bfloat16(), bits))
+
+
+def generate_gpu_experts_masks(activation_freq: Tensor, num_gpu_experts: int) -> Tensor:
+    """Bool `[layers, E]` in host memory, True for the `num_gpu_experts` most frequent experts of all layers together;
+    `activation_freq` is a table of numbers `[layers, E]`. Layers may get unequal counts."""
+    counts = activation_freq.detach().cpu().flatten()
+    kept = min(max(int(num_gpu_experts), 0), counts.numel())
+    masks = torch.zeros(counts.numel(), dtype=torch.bool, device="cpu")
+    masks[torch.topk(counts, kept).indices] = True
+    return masks.view(activation_freq.shape)

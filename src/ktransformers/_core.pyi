@@ -173,13 +173,7 @@ class Pool:
         flop, and so does "bytes", of W8A8; "read" counts bytes. `bytes` is each thread's scratch."""
 
     def codes_rate(
-        self,
-        format: str,
-        rows: int = 1,
-        seconds: float = 0.1,
-        threads: int = 0,
-        isa: str = "",
-        w8a8: bool = False,
+        self, format: str, rows: int = 1, seconds: float = 0.1, threads: int = 0, isa: str = "", w8a8: bool = False
     ) -> float:
         """Weights per second of packed GEMV on codes of a format times `rows` rows, from L1: the rate to which small
         batches are held where memory is faster. `w8a8`: with rows in int8."""
@@ -370,14 +364,7 @@ class DecodeLayer:
         score of each softmax. Tensors are kept alive and used in place."""
 
     def set_experts(
-        self,
-        norm: Any,
-        epsilon: float,
-        router: Any,
-        bias: Any | None,
-        experts: Experts,
-        top_k: int,
-        normalise: bool,
+        self, norm: Any, epsilon: float, router: Any, bias: Any | None, experts: Experts, top_k: int, normalise: bool
     ) -> None:
         """`router`: bfloat16, or float32 beside hidden states in float32, [E, hidden]; `bias`: [E] in the dtype of the
         norm. Scores are a softmax of products and bias over all experts, with `normalise` over the `top_k` selected

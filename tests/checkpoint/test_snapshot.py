@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.checkpoint.snapshot import bar_class, fetch_snapshot
+from ktransformers.checkpoint.hub import bar_class, fetch_snapshot
 from ktransformers.ground import progress
 from tests.support.cli import model_files
 from tests.support.hub import Hub

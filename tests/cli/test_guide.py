@@ -93,7 +93,7 @@ def test_plan_is_shown_before_the_port(home: Path) -> None:
         session.type("olmoe\n")
         session.wait_for(r"^port \[")
         assert [name for name in ("fits", "time", "memory") if re.search(rf"^{name} ", session.text, re.MULTILINE)] == [
-            *("fits", "time", "memory"),
+            *("fits", "time", "memory")
         ]
         session.type(CTRL_C)
         assert session.wait() == 130 and session.text.rstrip().endswith("kt: stopped")
@@ -229,5 +229,5 @@ def test_search_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(machine_state, "SEARCHED_FOLDERS", 1)
     assert machine_state.find_adapters() == []
     assert [machine_state.age(seconds) for seconds in (5, 600, 7200, 10**6)] == [
-        *("now", "10 min ago", "2 h ago", "12 days ago"),
+        *("now", "10 min ago", "2 h ago", "12 days ago")
     ]

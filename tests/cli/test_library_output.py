@@ -32,7 +32,7 @@ def test_warnings_have_one_style(capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         root.handlers = handlers
     assert capsys.readouterr().err.splitlines() == [
-        *("kt: peft: a weight is odd", "kt: of a script", "kt: no CUDA device"),
+        *("kt: peft: a weight is odd", "kt: of a script", "kt: no CUDA device")
     ]
     assert logging.getLogger("ktransformers").handlers == before
 

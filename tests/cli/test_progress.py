@@ -141,7 +141,7 @@ def test_items_are_counted_and_drawn(monkeypatch: pytest.MonkeyPatch, capsys: py
     events.report("Third", 1, 2)
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(",")[0] for line in lines] == [
-        *("kt: First: 0/2", "kt: First: 1/2", "kt: First: 2/2", "kt: Second: 50%"),
+        *("kt: First: 0/2", "kt: First: 1/2", "kt: First: 2/2", "kt: Second: 50%")
     ]
     with drawn_reports(quiet=True):
         events.report("Fourth", 1, 2)

@@ -126,14 +126,7 @@ def test_opcheck_accepts_the_operator_with_lora() -> None:
     case = OperatorCase("generic", tokens=6)
     factors = make_lora(case, LORA_FORMS["split"])
     ids = case.ids.clamp(0, EXPERTS - 1)
-    given = (
-        case.hidden,
-        ids,
-        case.weights,
-        list(factors.tensors),
-        handle_of(case.backend),
-        " ".join(factors.roles),
-    )
+    given = (case.hidden, ids, case.weights, list(factors.tensors), handle_of(case.backend), " ".join(factors.roles))
     torch.library.opcheck(experts, (*given, list(factors.scales), True, 0.25, 7, 0))
 
 

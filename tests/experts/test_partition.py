@@ -10,12 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ktransformers.experts.partition import (
-    ExpertPartition,
-    by_experts,
-    by_frequency,
-    by_layers,
-)
+from ktransformers.experts.partition import ExpertPartition, by_experts, by_frequency, by_layers
 from ktransformers.ground.errors import InputError
 from tests.support.rank_memory import imbalance
 

@@ -86,8 +86,7 @@ def test_long_curves_are_thinned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high"),
-    [(0, 1), (0.1, 0.9), (-3, 7), (1e-5, 1e-4), (0, 12_345), (2.99, 3.01), (5, 5), (1e-14, 3e-14)],
+    ("low", "high"), [(0, 1), (0.1, 0.9), (-3, 7), (1e-5, 1e-4), (0, 12_345), (2.99, 3.01), (5, 5), (1e-14, 3e-14)]
 )
 def test_ticks_are_round_and_cover_the_range(low: float, high: float) -> None:
     values = ticks(low, high)
@@ -95,7 +94,7 @@ def test_ticks_are_round_and_cover_the_range(low: float, high: float) -> None:
     assert values == sorted(set(values)) and all(len(format_tick(value)) <= 8 for value in values)
     assert ticks(0.0, 5e-324) == [0.0], "a range that cannot be divided"
     assert [format_tick(value) for value in (0.0, 1e-4, 5e-5, 0.25, 1500.0, 2e6)] == [
-        *("0", "1e-4", "5e-5", "0.25", "1500", "2e6"),
+        *("0", "1e-4", "5e-5", "0.25", "1500", "2e6")
     ]
 
 
@@ -136,7 +135,7 @@ def test_a_report_is_the_same_as_page_as_markdown_and_on_a_terminal() -> None:
         *("| a\\|b | x | 1.0 [0, 2] |", "| *more* |  |  |", "| c | y | **3.0 (+2.0\\*)** |"),
     ]
     assert aligned(["task", "", "score"], rows, left=2) == [
-        *("task           score", "a|b   x   1.0 [0, 2]", "more", "c     y  3.0 (+2.0*)"),
+        *("task           score", "a|b   x   1.0 [0, 2]", "more", "c     y  3.0 (+2.0*)")
     ]
     html = page("Title", [table(["task", "", "score"], rows, left=2, main=2)])
     assert "<tr class=main>" in html and "<td colspan" not in html and "1.0 <small>[0, 2]</small>" in html

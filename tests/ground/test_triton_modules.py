@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ktransformers.ground import system, triton_modules
+from ktransformers.ground import packages, system
 from ktransformers.ground.errors import InputError
-from ktransformers.ground.triton_modules import c_compiler, require_compiler
+from ktransformers.ground.packages import c_compiler, require_compiler
 from ktransformers.serve import loading
 from ktransformers.serve.target import resolve_target
 from ktransformers.train import run
@@ -25,7 +25,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A PATH without compilers on a machine with a GPU and Triton."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(triton_modules, "is_installed", lambda module: True)
+    monkeypatch.setattr(packages, "is_installed", lambda module: True)
     monkeypatch.setattr(system, "all_gpus", lambda: [system.Gpu("H200", 141 << 30)])
     return tmp_path
 
@@ -42,7 +42,7 @@ def test_compiler_is_searched_as_triton_does(bare: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("CC", "/opt/gcc-14")
     require_compiler("cuda", "--device cpu")
     monkeypatch.delenv("CC")
-    monkeypatch.setattr(triton_modules, "is_installed", lambda module: False)  # paths in torch are used
+    monkeypatch.setattr(packages, "is_installed", lambda module: False)  # paths in torch are used
     require_compiler("cuda", "--device cpu")
 
 

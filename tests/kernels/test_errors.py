@@ -162,12 +162,7 @@ def test_forward_before_all_is_packed() -> None:
 
 
 def packing(**changed: Any) -> dict[str, Any]:
-    good = {
-        "first_expert": 0,
-        "gate": torch.ones(E, I, H),
-        "up": torch.ones(E, I, H),
-        "down": torch.ones(E, H, I),
-    }
+    good = {"first_expert": 0, "gate": torch.ones(E, I, H), "up": torch.ones(E, I, H), "down": torch.ones(E, H, I)}
     return good | changed
 
 

@@ -21,13 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ktransformers.checkpoint.kt_codes import part_of, quantize_rows, tile, tile_format
-from ktransformers.checkpoint.kt_files import (
-    KTHeader,
-    KTManifestFile,
-    build_manifest,
-    stored_parts,
-    write_manifest,
-)
+from ktransformers.checkpoint.kt_files import KTHeader, KTManifestFile, build_manifest, stored_parts, write_manifest
 from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.ground.files import write_json
 from ktransformers.quant.kt_layers import LayerWriter, MergedLayer, TreeLayer

@@ -15,11 +15,7 @@ from kt_kernel.methods import SFT_METHODS, SKIP_LORA
 from kt_kernel.sft import KTAMXNotAvailableError, get_activation_checkpoint_context_fn
 from kt_kernel.sft.amx import AMXSFTMoEWrapper
 from kt_kernel.sft.base import BaseSFTMoEWrapper
-from kt_kernel.sft.weights import (
-    BlockFP8ExpertWeights,
-    RAWINT4ExpertWeights,
-    load_experts_from_kt_weight_path,
-)
+from kt_kernel.sft.weights import BlockFP8ExpertWeights, RAWINT4ExpertWeights, load_experts_from_kt_weight_path
 from ktransformers.checkpoint import Encoded, encode
 from ktransformers.checkpoint.kt_codes import encode_rows
 from ktransformers.ground.errors import InputError

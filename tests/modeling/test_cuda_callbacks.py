@@ -39,9 +39,7 @@ def test_cuda_stream_runs_an_expert_call() -> None:
             on_host.copy_(on_device, non_blocking=True)
             for name in ("submit", "wait"):
                 status = driver.cuLaunchHostFunc(
-                    ctypes.c_void_p(stream.cuda_stream),
-                    ctypes.c_void_p(callbacks[name]),
-                    ctypes.c_void_p(call.address),
+                    ctypes.c_void_p(stream.cuda_stream), ctypes.c_void_p(callbacks[name]), ctypes.c_void_p(call.address)
                 )
                 assert status == 0
             on_device.copy_(result, non_blocking=True)

@@ -84,10 +84,7 @@ def test_logits_are_those_of_both_decoded(family: str, kind: str, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [
-        ("model.norm.weight", lambda norm: norm * 1.5),
-        ("mlp.gate.weight", lambda router: router[:, ::-1].copy()),
-    ],
+    [("model.norm.weight", lambda norm: norm * 1.5), ("mlp.gate.weight", lambda router: router[:, ::-1].copy())],
 )
 def test_experts_of_another_model_are_refused(name: str, change: Any, tmp_path: Path) -> None:
     """Shapes are the same; a norm or a router is not."""

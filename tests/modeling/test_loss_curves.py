@@ -47,10 +47,7 @@ def curve(isa: str | None) -> list[float]:
 stock_curve = functools.cache(lambda: curve(None))
 
 
-@pytest.mark.parametrize(
-    "variant",
-    others_slow(VARIANTS, (BEST,)),
-)
+@pytest.mark.parametrize("variant", others_slow(VARIANTS, (BEST,)))
 def test_loss_curve_matches_the_stock_model(variant: str) -> None:
     expected, actual = torch.tensor(stock_curve()), torch.tensor(curve(variant))
     assert expected[-8:].mean() < 0.5 * expected[:8].mean(), "the stock model does not learn either"

@@ -89,10 +89,7 @@ def test_model_of_the_folder(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ("pat_str = make_pattern()", "without a constant pat_str"),
-        ('pat_str = "a"', "without a constant num_reserved"),
-    ],
+    [("pat_str = make_pattern()", "without a constant pat_str"), ('pat_str = "a"', "without a constant num_reserved")],
 )
 def test_code_that_would_have_to_run_is_refused(change: str, message: str, tmp_path: Path) -> None:
     write_tokenizer(tmp_path, f"class TikTokenTokenizer:\n    {change}\n")

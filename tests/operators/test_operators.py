@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 from ktransformers.experts.contract import expert_modules
 from ktransformers.experts.partition import ExpertShard, by_experts
 from ktransformers.ground.errors import InputError
-from ktransformers.modeling.skeleton import meta_model
+from ktransformers.modeling.load import meta_model
 from ktransformers.nn import load_model
 from ktransformers.operators import BaseInjectedModule, KLinearBase, KTransformersLinear, Loader, load_by_rules
-from ktransformers.operators.apply import apply_operators
+from ktransformers.operators.load import apply_operators
 from ktransformers.operators.plan import plan_operators
 from ktransformers.operators.rules import read_rules
 from ktransformers.quant.convert import convert

@@ -235,11 +235,7 @@ def test_small_batches_match_the_cpu_in_every_mode(way: str, residents: tuple[in
         assert_close(run_with_gradients(place, given, True), cpu_results(store, given))
     last = place.layer.last_split["forward"]
     wanted = set(given.ids[given.ids >= 0].tolist())
-    on_cpu = {
-        "cpu": wanted,
-        "resident": wanted - set(residents),
-        "host_callback": wanted - set(residents),
-    }
+    on_cpu = {"cpu": wanted, "resident": wanted - set(residents), "host_callback": wanted - set(residents)}
     assert set(last.cpu) == on_cpu.get(way, set())
     assert set(last.resident + last.streamed) == wanted - set(last.cpu)
 

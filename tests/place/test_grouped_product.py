@@ -159,14 +159,7 @@ def test_compiled_programs_fit_into_shared_memory(kernels: ModuleType, capabilit
 
 
 @pytest.mark.parametrize(
-    ("capability", "own"),
-    [
-        ((8, 0), True),
-        ((8, 9), True),
-        ((12, 0), True),
-        ((9, 0), False),
-        ((10, 0), False),
-    ],
+    ("capability", "own"), [((8, 0), True), ((8, 9), True), ((12, 0), True), ((9, 0), False), ((10, 0), False)]
 )
 def test_ours_are_used_where_torch_has_no_single_kernel(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], own: bool

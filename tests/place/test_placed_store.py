@@ -16,7 +16,7 @@ from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.store import NO_DROPOUT
 from ktransformers.place import attach
 from ktransformers.place.gpu.multi_lora import LoraCache
-from ktransformers.place.routing_counts import RoutingCounter
+from ktransformers.place.residents import RoutingCounter
 from tests.support.placed_experts import (
     ADAPTERS,
     SMALL,

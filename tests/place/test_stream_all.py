@@ -11,15 +11,7 @@ from ktransformers.experts.backend import ExpertBatch
 from ktransformers.place.gpu.executor import GpuExecutor, LayerOnDevice
 from ktransformers.place.placed_experts import PlacedExperts
 from ktransformers.plan.modes import size_bucket
-from tests.support.placed_experts import (
-    SMALL,
-    assert_close,
-    cpu_results,
-    make_inputs,
-    make_store,
-    place_store_on,
-    run,
-)
+from tests.support.placed_experts import SMALL, assert_close, cpu_results, make_inputs, make_store, place_store_on, run
 
 
 @pytest.fixture

@@ -21,15 +21,7 @@ from ktransformers.ground import env
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.options.field import options_of
 from ktransformers.ground.options.placement import PlacementOptions, read_options
-from ktransformers.serve.flags import (
-    GROUPS,
-    IGNORED_OPTIONS,
-    IGNORED_SWITCHES,
-    KT_METHODS,
-    Launch,
-    parse,
-    parse_run,
-)
+from ktransformers.serve.flags import GROUPS, IGNORED_OPTIONS, IGNORED_SWITCHES, KT_METHODS, Launch, parse, parse_run
 from ktransformers.serve.forecast import plan_server
 from ktransformers.serve.http.training import CheckpointWatch, TrainingLog
 from ktransformers.serve.launch import bind_socket, with_environment
@@ -70,13 +62,7 @@ def test_launch_lines_of_guides_parse(line: str) -> None:
             actual.memory,
             actual.threads,
             actual.groups,
-        ) == (
-            4,
-            16384,
-            0.8,
-            64,
-            2,
-        )
+        ) == (4, 16384, 0.8, 64, 2)
     if "AMXINT8" in words:
         assert (actual.host, actual.port, actual.lora_paths) == ("0.0.0.0", 10103, (("lora0", "D"),))
         assert any("keep the format" in note for note in actual.notes)
@@ -385,7 +371,7 @@ def test_run_answers_and_exits(adapters: dict[str, Path]) -> None:
     assert done.stdout.strip() and "tiny:one" in done.stderr
     planned = python(KT, "run", adapters["one"], "--dry-run", "--port", "8000")
     assert planned.returncode == 0 and [line.split()[0] for line in planned.stdout.splitlines()] == [
-        *("fits", "time", "memory", "command"),
+        *("fits", "time", "memory", "command")
     ]
     assert planned.stdout.splitlines()[-1].endswith(f"kt run {adapters['one']} --port 8000")
     wrong = python(KT, "run", adapters["one"], "Hi", "--adapter", "x")

@@ -15,11 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-RELEASES = {
-    "sglang-0.5.17": "sglang==0.5.17",
-    "sglang-0.5.23": "sglang==0.5.23",
-    "sglang-kt-0.7.2": "sglang-kt==0.7.2",
-}
+RELEASES = {"sglang-0.5.17": "sglang==0.5.17", "sglang-0.5.23": "sglang==0.5.23", "sglang-kt-0.7.2": "sglang-kt==0.7.2"}
 WRAPPER = "sglang/srt/layers/moe/kt_ep_wrapper.py"
 FILES = (
     WRAPPER,

@@ -45,10 +45,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAINLINE = [name for name in RELEASES if not name.startswith("sglang-kt")]
 # Parameters that our hooks rely on, by file, class and function.
 SIGNATURES = {
-    "sglang/srt/server_args.py": {
-        "ServerArgs.add_cli_args": ["parser"],
-        "ServerArgs.from_cli_args": ["cls", "args"],
-    },
+    "sglang/srt/server_args.py": {"ServerArgs.add_cli_args": ["parser"], "ServerArgs.from_cli_args": ["cls", "args"]},
     "sglang/srt/layers/moe/fused_moe_triton/layer.py": {
         f"FusedMoE.{name}": ["self", "param", "loaded_weight", "weight_name", "shard_id", "expert_id"]
         for name in ("_weight_loader_physical", "_weight_loader_impl")
@@ -398,10 +395,7 @@ def spy(target: Any, name: str) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("attribute", "value", "message"),
-    [
-        ("moe_ep_size", 2, "--tp-size"),
-        ("num_fused_shared_experts", 1, "--disable-shared-experts-fusion"),
-    ],
+    [("moe_ep_size", 2, "--tp-size"), ("num_fused_shared_experts", 1, "--disable-shared-experts-fusion")],
 )
 def test_layers_that_cannot_be_split_are_refused(
     server: Server, checkpoint: Checkpoint, attribute: str, value: int, message: str

@@ -77,12 +77,7 @@ def make_store(
 
 
 def place_store_on(
-    store: ExpertStore,
-    device: str,
-    policy: str,
-    slots: int,
-    residents: tuple[int, ...] = (),
-    pinned: int = 1 << 40,
+    store: ExpertStore, device: str, policy: str, slots: int, residents: tuple[int, ...] = (), pinned: int = 1 << 40
 ) -> PlacedExperts:
     """`pinned`: bytes that may be registered with the driver."""
     where, sizes = torch.device(device), geometry_of(store)

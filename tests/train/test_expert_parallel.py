@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ktransformers.ground.errors import InputError
-from ktransformers.modeling.skeleton import meta_model
+from ktransformers.modeling.load import meta_model
 from ktransformers.train.expert_parallel import check_ranks, make_partition
 from ktransformers.train.resolve import read_settings
 from tests.support.forked import Forked

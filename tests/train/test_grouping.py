@@ -133,12 +133,7 @@ def test_short_rows_are_combined_on_a_cpu() -> None:
 
 @pytest.mark.parametrize(
     "keys",
-    [
-        {"packing": True},
-        {"moe_aux_loss_coef": 0.01},
-        {"dataloader_drop_last": True},
-        {"neftune_noise_alpha": 5},
-    ],
+    [{"packing": True}, {"moe_aux_loss_coef": 0.01}, {"dataloader_drop_last": True}, {"neftune_noise_alpha": 5}],
     ids=lambda keys: next(iter(keys)),
 )
 def test_auto_keeps_batches_if_results_would_change(keys: dict[str, Any]) -> None:

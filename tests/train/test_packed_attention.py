@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from trl import SFTTrainer
 
+from ktransformers.train import build as building
 from ktransformers.train import run as running
 from ktransformers.train.batches import labelled_positions
 from ktransformers.train.model import open_trained
@@ -40,7 +41,7 @@ def test_packed_attention_gradients_equal_sdpa(
     ours = first_gradients(keys)
     kept = first_gradients(keys | {"disable_gradient_checkpointing": True})
     monkeypatch.setattr(SupervisedTrainer, "compute_loss", SFTTrainer.compute_loss)
-    monkeypatch.setattr(running, "use_packed_attention", lambda model: False)
+    monkeypatch.setattr(building, "use_packed_attention", lambda model: False)
     stock = first_gradients(keys)
     assert any(bool(gradient.ne(0).any()) for gradient in stock.values())
     assert difference(ours, stock) < 1e-5 and difference(kept, stock) < 1e-5
@@ -49,7 +50,7 @@ def test_packed_attention_gradients_equal_sdpa(
 def test_proof_is_recorded_with_sdpa(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 the same sums rounded elsewhere are other numbers, and `kt prove` would say so."""
     seen: list[str] = []
-    finish, attend = running.write_output, running.use_packed_attention
+    finish, attend = running.write_output, building.use_packed_attention
 
     def looking(trainer: Any, *args: Any) -> Any:
         seen.append(trainer.model.config._attn_implementation)
@@ -61,7 +62,7 @@ def test_proof_is_recorded_with_sdpa(tiny: Path, tmp_path: Path, monkeypatch: py
         return found
 
     monkeypatch.setattr(running, "write_output", looking)
-    monkeypatch.setattr(running, "use_packed_attention", attending)
+    monkeypatch.setattr(building, "use_packed_attention", attending)
     run(recipe(tiny, tmp_path / "x", **PACKED) | {"max_steps": 1})
     assert seen == [PACKED_ROWS, "sdpa"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from kt_kernel.sft.errors import (
+from kt_kernel.sft.runtime import (
     KTAMXConfigError,
     KTAMXError,
     KTAMXModelNotSupportedError,

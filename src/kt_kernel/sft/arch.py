@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kt_kernel.sft.errors import KTAMXModelNotSupportedError
+from kt_kernel.sft.runtime import KTAMXModelNotSupportedError
 
 PROJ_NAMES = ("gate_proj", "up_proj", "down_proj")
 FUSED_NAMES = ("gate_up_proj", "gate_up_proj", "down_proj")

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from kt_kernel.sft.base import LORA_NAMES
-from kt_kernel.sft.errors import KTArtifactError
 from kt_kernel.sft.full_experts import has_full_experts, read_bf16
 from kt_kernel.sft.layer import KTMoELayerWrapper, wrapped_model
 from kt_kernel.sft.lora import create_fused_lora
+from kt_kernel.sft.runtime import KTArtifactError
 from ktransformers.adapters.config import CONFIG_FILE, compact_number, read_config
 from ktransformers.adapters.formats.adapter_format import MODEL_FILE
 from ktransformers.adapters.formats.kt import EXPERT_FILE, MANIFEST_FILE, build_manifest, check_manifest

@@ -31,7 +31,7 @@ from torch.autograd.graph import increment_version
 from kt_kernel.experts_base import BaseMoEWrapper
 from kt_kernel.kt_kernel_ext import CPUInfer
 from kt_kernel.methods import SKIP_LORA, method_of
-from kt_kernel.sft.errors import KTAMXNotAvailableError
+from kt_kernel.sft.runtime import KTAMXNotAvailableError
 from ktransformers import _core
 from ktransformers.experts import buffer_pool
 from ktransformers.experts.checkpointing import inside_checkpointed_block
@@ -331,10 +331,7 @@ class BaseSFTMoEWrapper:
     # Backward.
 
     def backward(
-        self,
-        grad_output: Tensor,
-        output_device: torch.device | str | None = None,
-        optimizer_grad_scale: float = 1.0,
+        self, grad_output: Tensor, output_device: torch.device | str | None = None, optimizer_grad_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the hidden states (bf16) and of the routing weights (float32) of the last saved forward pass;
         the LoRA gradients, times `optimizer_grad_scale`, go into the registered buffers."""
@@ -342,10 +339,7 @@ class BaseSFTMoEWrapper:
         return self._finish_backward(compute(), output_device or grad_output.device)
 
     def submit_backward_async(
-        self,
-        grad_output: Tensor,
-        output_device: torch.device | str | None = None,
-        optimizer_grad_scale: float = 1.0,
+        self, grad_output: Tensor, output_device: torch.device | str | None = None, optimizer_grad_scale: float = 1.0
     ) -> None:
         """Start a backward pass; `sync_backward` returns its gradients."""
         self._require_none("backward", "sync_backward")

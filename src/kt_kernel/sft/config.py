@@ -24,7 +24,7 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from kt_kernel.methods import SKIP_LORA
-from kt_kernel.sft.errors import KTActivationPolicyError, KTAMXConfigError
+from kt_kernel.sft.runtime import KTActivationPolicyError, KTAMXConfigError
 from ktransformers.ground.errors import first_problem
 
 WEIGHT_FORMATS = ("bf16", "int8", "fp8", "rawint4", "mxfp4")

@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import BaseModel
 from torch import Tensor
 
-from kt_kernel.sft.errors import KTArtifactError
+from kt_kernel.sft.runtime import KTArtifactError
 from ktransformers import _core
 from ktransformers.checkpoint import Shards
 from ktransformers.checkpoint.layout import split_layer_name

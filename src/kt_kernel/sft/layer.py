@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kt_kernel.sft.config import KTActivationPolicy, KTConfig
-from kt_kernel.sft.errors import KTAMXModelNotSupportedError
+from kt_kernel.sft.runtime import KTAMXModelNotSupportedError
 from ktransformers.checkpoint.layout import split_layer_name
 from ktransformers.experts.backend import packed_experts
 from ktransformers.experts.checkpointing import recompute_experts, save_expert_outputs

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from kt_kernel.sft.errors import KTAMXConfigError, KTAMXModelNotSupportedError
 from kt_kernel.sft.layer import is_wrapped, wrapped_model
+from kt_kernel.sft.runtime import KTAMXConfigError, KTAMXModelNotSupportedError
 from ktransformers.experts.contract import expert_modules
 from ktransformers.experts.interface import experts_of
 from ktransformers.experts.lora import CORE_ROLES, ExpertLora

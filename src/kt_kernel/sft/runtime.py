@@ -8,9 +8,34 @@ from functools import partial
 from typing import Any
 
 from kt_kernel.kt_kernel_ext import LAYOUTS
-from kt_kernel.sft.errors import KTAMXModelNotSupportedError
 from ktransformers import _core
+from ktransformers.ground.errors import InputError, KTError
 from ktransformers.modeling.prepare import split_quantisation
+
+
+class KTAMXError(KTError):
+    """Base class of errors of expert training."""
+
+
+class KTAMXNotAvailableError(KTAMXError, InputError, RuntimeError):
+    """Something of kt-kernel that does not exist here; the message names what to use instead."""
+
+
+class KTAMXModelNotSupportedError(KTAMXError, InputError):
+    """A model whose experts cannot be computed."""
+
+
+class KTAMXConfigError(KTAMXError, InputError):
+    """A field of `KTConfig`, or a combination of fields, that cannot be used."""
+
+
+class KTActivationPolicyError(KTAMXConfigError, NotImplementedError):
+    """The one combination of activation policies that means nothing; kt-kernel raises a NotImplementedError."""
+
+
+class KTArtifactError(InputError, RuntimeError):
+    """Files of an adapter that are missing, damaged, or of another model."""
+
 
 MXFP4_LAYOUT = "mxfp4-e2m1-e8m0-g32"
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kt_kernel.sft.arch import MOEArchConfig, detect_fused_experts
-from kt_kernel.sft.errors import KTArtifactError
+from kt_kernel.sft.runtime import KTArtifactError
 from kt_kernel.weights import LayerPlace, Weight, read_layer
 from ktransformers.checkpoint import Encoded, decode
 from ktransformers.checkpoint.encoded import stack
@@ -28,7 +28,7 @@ from ktransformers.checkpoint.sources import LayerSource, open_source
 from ktransformers.experts.backend import packed_experts
 from ktransformers.experts.contract import Contract
 from ktransformers.ground.errors import InputError
-from ktransformers.modeling.checkpoint_facts import read_checkpoint_facts
+from ktransformers.modeling.pretrained import read_checkpoint_facts
 
 ROLES = ("gate", "up", "down")
 

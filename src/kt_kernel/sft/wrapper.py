@@ -25,9 +25,9 @@ from torch import nn
 from kt_kernel.methods import METHODS, SKIP_LORA
 from kt_kernel.sft.arch import MOEArchConfig
 from kt_kernel.sft.config import LORA_INSTEAD, KTConfig
-from kt_kernel.sft.errors import KTAMXConfigError, KTAMXModelNotSupportedError
 from kt_kernel.sft.full_experts import full_experts_store, has_full_experts
 from kt_kernel.sft.layer import KTMoELayerWrapper, record_layers, wrapped_model
+from kt_kernel.sft.runtime import KTAMXConfigError, KTAMXModelNotSupportedError
 from kt_kernel.weights import LayerPlace, open_experts, store_from_tensors
 from ktransformers import _core
 from ktransformers.checkpoint.experts import ExpertChunk
@@ -48,7 +48,7 @@ from ktransformers.experts.packed import PackedExperts
 from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.log import logger
 from ktransformers.ground.pool import default_pool, pool_for
-from ktransformers.modeling.checkpoint_facts import read_checkpoint_facts
+from ktransformers.modeling.pretrained import read_checkpoint_facts
 from ktransformers.parallel.distributed import exclude_from_ddp
 from ktransformers.place.placement import attach
 

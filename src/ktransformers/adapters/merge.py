@@ -161,10 +161,7 @@ def _plan(model: Path, adapter: str | Path, dtype: str) -> _Plan:
     for name, dtype_name in dtype_names.items():
         if dtype_name not in DTYPES:
             raise InputError(
-                name,
-                f"dtype {dtype_name}",
-                ", ".join(DTYPES),
-                "without --dtype it is merged into a packed directory",
+                name, f"dtype {dtype_name}", ", ".join(DTYPES), "without --dtype it is merged into a packed directory"
             )
     matrices = [
         dtype_name for name, dtype_name in dtype_names.items() if dtype_name in FLOATS and len(shards.shape(name)) > 1

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ktransformers.adapters.config import AdapterConfig
+from ktransformers.adapters.content import StoredTensor
 from ktransformers.adapters.lora import Experts, Extra, Module, PairForm
 from ktransformers.adapters.model import ModelFacts
 from ktransformers.adapters.names import (
@@ -25,7 +26,6 @@ from ktransformers.adapters.names import (
     parse_factor,
     strip_prefixes,
 )
-from ktransformers.adapters.stored_tensor import StoredTensor
 from ktransformers.checkpoint.layout import split_layer_name
 from ktransformers.experts.lora import LoraPair
 from ktransformers.ground.errors import InputError

@@ -331,11 +331,7 @@ class RouterRecorder:
     not larger, a router chooses the best experts that it would not choose."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        lengths: Sequence[int],
-        replay: RouterChoices | None = None,
-        flips: Flips | None = None,
+        self, model: nn.Module, lengths: Sequence[int], replay: RouterChoices | None = None, flips: Flips | None = None
     ) -> None:
         self.lengths, self._replay, self._flips = tuple(lengths), replay, flips or {}
         self._topk = _TopkCalls()
@@ -447,10 +443,7 @@ class RouterRecorder:
 
 @contextmanager
 def recording_choices(
-    model: nn.Module,
-    rows: Sequence[Sequence[int]],
-    replay: RouterChoices | None = None,
-    flips: Flips | None = None,
+    model: nn.Module, rows: Sequence[Sequence[int]], replay: RouterChoices | None = None, flips: Flips | None = None
 ) -> Iterator[RouterRecorder]:
     recorder = RouterRecorder(model, [len(row) for row in rows], replay, flips)
     try:

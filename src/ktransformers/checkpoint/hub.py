@@ -3,7 +3,8 @@
 huggingface_hub provides the list, the URLs and the HTTP session with its token and proxies. The bytes are downloaded
 here, because huggingface_hub discards an incomplete file when its process ends, and shards have gigabytes. Incomplete
 files are kept in `.kt-partial`, named by a hash, and resumed with range requests: in the same run after a lost
-connection, in the next one after a kill. ModelScope's own client, if installed, resumes by itself.
+connection, in the next one after a kill. ModelScope's own client, if installed, resumes by itself. `fetch_snapshot`
+downloads into huggingface_hub's cache instead, for a model that is named by its id.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ktransformers.ground import progress
 from ktransformers.ground.errors import InputError, KTError
 from ktransformers.ground.files import sync, try_lock, write_json
 from ktransformers.ground.model_registry import FileFacts
@@ -389,3 +391,32 @@ def from_modelscope(
 
 def _hidden(file: Path, target: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(target).parts)
+
+
+def bar_class(name: str) -> Any:
+    """A tqdm that draws nothing and reports the bytes of a download. huggingface_hub counts them in two bars, received
+    and written, of which it uses one or both: the larger counts. Bars of files are not shown."""
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+    most = {"done": 0.0, "total": 0.0}
+
+    class Reported(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            options.pop("name", None)
+            self.counts_bytes = options.get("unit") == "B"
+            super().__init__(*args, **(options | {"disable": True}))
+
+        def update(self, count: float | None = 1) -> None:
+            self.n += count or 0
+            if self.counts_bytes and self.total:
+                most["done"], most["total"] = max(most["done"], self.n), max(most["total"], self.total)
+                progress.report(f"Downloading {name}", min(most["done"], most["total"]), most["total"], "bytes")
+
+    return Reported
+
+
+def fetch_snapshot(name: str, **options: Any) -> Path:
+    """The directory of a hub id; `options` of `snapshot_download`."""
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, tqdm_class=bar_class(name.rpartition("/")[2]), **options))

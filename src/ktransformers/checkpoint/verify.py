@@ -71,12 +71,7 @@ class Verified:
         return asdict(self) | {"whole": self.whole}
 
 
-def verify(
-    path: Path,
-    known: Mapping[str, FileFacts] | None = None,
-    *,
-    hashes: bool = True,
-) -> Verified:
+def verify(path: Path, known: Mapping[str, FileFacts] | None = None, *, hashes: bool = True) -> Verified:
     """`known`: expected sizes and hashes beyond those stored with the files."""
     report = Verified(str(path))
     of_tree: dict[str, FileFacts] = {}

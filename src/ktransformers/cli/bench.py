@@ -21,8 +21,8 @@ import typer
 from ktransformers.cli import ask
 from ktransformers.cli.model import complete_names
 from ktransformers.cli.progress import log, progress_bar
-from ktransformers.cli.sizes import gigabytes
 from ktransformers.ground.errors import InputError, KTError
+from ktransformers.ground.report import gigabytes
 
 if TYPE_CHECKING:
     from ktransformers.serve.scheduler.speed import Speed, SpeedTest

@@ -184,7 +184,7 @@ def gpu(cuda: Cuda, gpus: Sequence[system.Gpu]) -> list[Finding]:
 
 
 def triton_compiler(gpus: Sequence[system.Gpu], triton: str | None, compiler: str | None) -> list[Finding]:
-    from ktransformers.ground.triton_modules import INSTALL_COMPILER
+    from ktransformers.ground.packages import INSTALL_COMPILER
 
     if not gpus or triton is None or compiler is not None:
         return []

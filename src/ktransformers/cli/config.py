@@ -83,10 +83,7 @@ def path(as_json: Json = False) -> None:
 
 
 @config.command()
-def reset(
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    as_json: Json = False,
-) -> None:
+def reset(yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False, as_json: Json = False) -> None:
     """Delete all settings."""
     from ktransformers.ground import settings
 

@@ -172,7 +172,7 @@ def add_registry_facts(report: MachineReport) -> None:
 def examine(root: Path = ROOT, expert_threads: int | None = None) -> MachineReport:
     from ktransformers.cli import checks
     from ktransformers.ground import env, system
-    from ktransformers.ground.triton_modules import c_compiler
+    from ktransformers.ground.packages import c_compiler
 
     versions = {name: system.version_of(name) for name in (*PACKAGES, *OPTIONAL_PACKAGES)}
     packages = {name: version for name, version in versions.items() if version or name in PACKAGES}

@@ -13,8 +13,8 @@ from ktransformers.cli import ask
 from ktransformers.cli.model import complete_names, find_entry
 from ktransformers.cli.options import Json, print_result
 from ktransformers.cli.progress import drawn_reports, progress_bar
-from ktransformers.cli.sizes import gigabytes
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.report import gigabytes
 
 if TYPE_CHECKING:
     from ktransformers.checkpoint.hub import Downloaded, Listing

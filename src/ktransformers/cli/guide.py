@@ -21,7 +21,7 @@ import typer.main
 
 from ktransformers.cli import ask, machine_state
 from ktransformers.cli.ask import MenuChoice
-from ktransformers.cli.usage import UsageError
+from ktransformers.cli.options import UsageError
 from ktransformers.ground import model_registry, settings
 from ktransformers.ground.errors import InputError, KTError
 from ktransformers.ground.files import path_exists

@@ -27,7 +27,7 @@ from ktransformers.cli.loop import loop
 from ktransformers.cli.make import upcycle
 from ktransformers.cli.merge import merge
 from ktransformers.cli.model import model, rm
-from ktransformers.cli.options import add_quiet
+from ktransformers.cli.options import UsageError, add_quiet
 from ktransformers.cli.plan import plan
 from ktransformers.cli.prove import prove
 from ktransformers.cli.quant import quant
@@ -35,7 +35,6 @@ from ktransformers.cli.rules import rules
 from ktransformers.cli.run import RUN_CONTEXT, run
 from ktransformers.cli.serve import SERVE_CONTEXT, serve
 from ktransformers.cli.train import sft, train
-from ktransformers.cli.usage import UsageError
 from ktransformers.cli.version import version
 from ktransformers.cli.with_ import WITH_CONTEXT, with_
 from ktransformers.ground.errors import KTError

@@ -16,8 +16,8 @@ import typer
 from ktransformers.cli.model import complete_names
 from ktransformers.cli.options import Verbose, print_result
 from ktransformers.cli.quant import normalise_format, report_lines
-from ktransformers.cli.sizes import gigabytes
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.report import gigabytes
 
 if TYPE_CHECKING:
     from ktransformers.adapters.divergence import Divergence

@@ -14,9 +14,9 @@ import typer
 from ktransformers.cli import ask
 from ktransformers.cli.options import Json, print_result
 from ktransformers.cli.progress import drawn_reports
-from ktransformers.cli.sizes import gigabytes
 from ktransformers.ground import progress
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.report import gigabytes
 
 if TYPE_CHECKING:
     from ktransformers.ground.model_registry import Entry, KnownModel
@@ -68,8 +68,7 @@ def describe_kind(fields: dict[str, Any]) -> str:
 
 @model.command("list")
 def list_models(
-    moe: Annotated[bool, typer.Option("--moe", help="Only those with routed experts.")] = False,
-    as_json: Json = False,
+    moe: Annotated[bool, typer.Option("--moe", help="Only those with routed experts.")] = False, as_json: Json = False
 ) -> None:
     """List the registered models."""
     from ktransformers.ground.model_registry import all_models

@@ -20,6 +20,9 @@ import typer
 
 from ktransformers.cli.progress import set_quiet
 
+UsageError: Any = typer.BadParameter.__base__  # of click, which typer carries inside of itself since 0.26
+
+
 T = TypeVar("T")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result and errors, no progress and no notes.")]

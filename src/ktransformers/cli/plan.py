@@ -16,9 +16,9 @@ from ktransformers.cli import ask
 from ktransformers.cli.options import Json, print_result
 from ktransformers.cli.plan_text import plan_rows, published_rows, summary_rows
 from ktransformers.cli.progress import log
-from ktransformers.cli.sizes import gigabytes
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.linear_storage import KEEP, rest_word
+from ktransformers.ground.report import gigabytes
 
 if TYPE_CHECKING:
     from ktransformers.plan import Machine, ModelShape, Plan, Serving, Training
@@ -222,7 +222,7 @@ def _show_plans(plans: dict[str, Plan], shape: ModelShape, target: Machine, html
     else:
         rows = {name: [*of_plan, *published_rows(shape, name)] for name, of_plan in rows.items()}
     if html is not None:
-        from ktransformers.cli.plan_page import plan_page
+        from ktransformers.cli.plan_text import plan_page
         from ktransformers.ground.files import write_text
 
         drawn = {name: (planned, rows[name]) for name, planned in plans.items()}

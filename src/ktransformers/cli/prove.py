@@ -14,7 +14,7 @@ from ktransformers.cli.progress import error as show_error
 from ktransformers.cli.progress import log
 
 if TYPE_CHECKING:
-    from ktransformers.evaluate.prove.checks import ProofCheck
+    from ktransformers.evaluate.prove.messages import ProofCheck
     from ktransformers.evaluate.prove.run import Proof
 
 STATUS_WORDS = {True: "same", False: "DIFFERENT", None: "left out"}
@@ -53,7 +53,7 @@ def prove(
 ) -> None:
     """Prove that the served adapter computes what was trained, and that the base is unchanged."""
     from ktransformers.cli.library_output import library_output
-    from ktransformers.evaluate.prove.checks import ProofFailed
+    from ktransformers.evaluate.prove.messages import ProofFailed
     from ktransformers.evaluate.prove.run import prove as run
 
     try:

@@ -18,10 +18,10 @@ import typer
 
 from ktransformers.cli.options import Json, print_result, with_options
 from ktransformers.cli.progress import log, progress_bar
-from ktransformers.cli.sizes import gigabytes
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.linear_storage import rest_word
 from ktransformers.ground.progress import clock
+from ktransformers.ground.report import gigabytes
 
 if TYPE_CHECKING:
     from ktransformers.quant.convert import Converted

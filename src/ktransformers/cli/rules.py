@@ -10,8 +10,8 @@ import typer
 
 from ktransformers.cli.model import column_lines
 from ktransformers.cli.options import print_result
-from ktransformers.cli.sizes import gigabytes
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.report import gigabytes
 
 if TYPE_CHECKING:
     from ktransformers.place.rule_report import RuleReport
@@ -41,7 +41,7 @@ def rules(
         raise InputError("model", "none", "a model's folder or registered name", "`--write` writes a built-in file")
 
     from ktransformers.checkpoint.small_model import resolve_model
-    from ktransformers.modeling.skeleton import meta_model
+    from ktransformers.modeling.load import meta_model
     from ktransformers.operators.rules import require_rules
     from ktransformers.place.rule_report import report_rules
     from ktransformers.plan import open_shape

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from ktransformers.train.settings import TrainSettings
 
 Verbose = Annotated[
-    bool,
-    typer.Option("--verbose", "-v", help="Also the plan in full and all numbers of a step.", callback=show_log),
+    bool, typer.Option("--verbose", "-v", help="Also the plan in full and all numbers of a step.", callback=show_log)
 ]
 
 

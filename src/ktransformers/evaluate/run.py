@@ -42,12 +42,7 @@ GENERATED_METRICS = {"bleu", "rouge", "chrf", "exact", "contains", "style", "jud
 
 
 def evaluate(
-    backend: Backend,
-    task: Task,
-    directory: Path,
-    *,
-    judge: Judge | None = None,
-    progress: Progress | None = None,
+    backend: Backend, task: Task, directory: Path, *, judge: Judge | None = None, progress: Progress | None = None
 ) -> dict[str, Any]:
     """The result, as stored in `result.json`."""
     items = read_items(task)

@@ -93,14 +93,7 @@ class GraphCache(Generic[K, G]):
     """Graphs by key. `name` is the subject of the log line. A cache that is not `enabled` never captures. Graphs that
     exist when a cache is closed stay until they are evicted: a pass that was replayed may have to be repeated."""
 
-    def __init__(
-        self,
-        name: str,
-        pool: GraphPool,
-        *,
-        enabled: bool = True,
-        max_graphs: int = MAX_GRAPHS,
-    ) -> None:
+    def __init__(self, name: str, pool: GraphPool, *, enabled: bool = True, max_graphs: int = MAX_GRAPHS) -> None:
         self.name, self.pool, self.max_graphs = name, pool, max_graphs
         self.captured: dict[K, G] = {}
         self.refused: set[K] = set()

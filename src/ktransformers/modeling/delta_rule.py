@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.ground.packages import import_triton_module
 from ktransformers.modeling.substitute import RECURRENCE, Substitution, matches, random_numbers
 
 TRITON = "ktransformers.modeling.delta_rule_triton"

@@ -32,12 +32,19 @@ from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.experts.partition import ExpertShard
 from ktransformers.experts.recoded_layer import ExpertFormats
+from ktransformers.experts.scaled_input_experts import adapt_experts
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.linear_storage import AS_RELEASED, NUMBERS_SHARE, rest_word
 from ktransformers.ground.out_of_memory import free_bytes
-from ktransformers.modeling.checkpoint_facts import open_expert_source, read_checkpoint_facts
+from ktransformers.modeling import load
 from ktransformers.modeling.prepare import config_file
-from ktransformers.modeling.pretrained import read_generation_config, read_pretrained_config
+from ktransformers.modeling.pretrained import (
+    naming_config,
+    open_expert_source,
+    read_checkpoint_facts,
+    read_generation_config,
+    read_pretrained_config,
+)
 from ktransformers.modeling.quantizer import KTConfig, is_host_only
 from ktransformers.modeling.same_model import check_same_model
 from ktransformers.modeling.spec import ModelSpec, OnLoaded, Progress
@@ -314,3 +321,19 @@ def _from_tensors(
         model.generation_config = generation
     model.name_or_path = model.config._name_or_path = str(path)
     return model, info
+
+
+def model_from_config(directory: Path) -> PreTrainedModel:
+    """With tensors of the default device; the class is the one that `load_model` loads."""
+    config = load.load_config(directory)  # raises for models that cannot be opened
+    auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    with naming_config(directory):
+        model: PreTrainedModel = auto.from_config(config)
+    return model
+
+
+def meta_model(directory: Path) -> PreTrainedModel:
+    with torch.device("meta"):
+        model = model_from_config(directory)
+    adapt_experts(model)
+    return model

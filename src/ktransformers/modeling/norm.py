@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ktransformers import _core
-from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.ground.packages import import_triton_module
 from ktransformers.modeling.substitute import Substitution, matches
 
 TRITON = "ktransformers.modeling.norm_triton"

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.ground.packages import import_triton_module
 from ktransformers.modeling.substitute import Substitution, matches, random_numbers
 
 TRITON = "ktransformers.modeling.router_triton"

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from ktransformers.experts.contract import Contract
 from ktransformers.experts.partition import LayerShard
 from ktransformers.experts.store import ExpertStore
-from ktransformers.modeling.load import open_files, quantizer_of
+from ktransformers.modeling.load import meta_model, open_files, quantizer_of
 from ktransformers.modeling.quantizer import KTQuantizer
-from ktransformers.modeling.skeleton import meta_model
 from ktransformers.modeling.spec import ModelSpec
 
 

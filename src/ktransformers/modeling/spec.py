@@ -15,8 +15,8 @@ import torch
 
 from ktransformers.checkpoint import Shards, find_experts
 from ktransformers.checkpoint.gguf_directory import is_gguf_directory, model_directory
+from ktransformers.checkpoint.hub import fetch_snapshot
 from ktransformers.checkpoint.small_model import resolve_model
-from ktransformers.checkpoint.snapshot import fetch_snapshot
 from ktransformers.ground import model_registry, system
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import path_exists

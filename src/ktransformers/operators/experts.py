@@ -25,13 +25,7 @@ from ktransformers.operators.linear import known_op
 
 INT8, INT4 = "int8", "int4:32"
 # Backends of KTransformers -> the format that experts are encoded in; None: as released.
-BACKENDS: dict[str, str | None] = {
-    "llamafile": None,
-    "auto": None,
-    "AMXBF16": None,
-    "AMXInt8": INT8,
-    "AMXInt4": INT4,
-}
+BACKENDS: dict[str, str | None] = {"llamafile": None, "auto": None, "AMXBF16": None, "AMXInt8": INT8, "AMXInt4": INT4}
 # Operators -> the devices that they compute on.
 EXPERT_OPS: dict[str, tuple[str, ...]] = {
     "KExpertsCPU": ("cpu",),

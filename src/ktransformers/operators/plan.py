@@ -3,7 +3,7 @@ in which format. The model may be on the meta device; nothing is changed.
 
 `plan_operators` is the one place where rules are checked: a class that cannot be imported, a keyword that its
 constructor does not have, a module that the operator cannot serve, a rule that matches no module, and a layer of
-`transfer_map` that the model lacks are errors. `operators/apply.py` carries the plan out.
+`transfer_map` that the model lacks are errors. `operators/load.py` carries the plan out.
 """
 
 from __future__ import annotations

@@ -21,14 +21,27 @@ from ktransformers.ground.out_of_memory import free_bytes
 from ktransformers.operators.plan import OperatorPlan, plan_operators
 from ktransformers.operators.rules import Rule, devices_of, find_rules
 from ktransformers.place.device_map import DeviceMap, find_decoder_layers, move_to_devices, spread_layers, visible_gpus
-from ktransformers.place.free_memory import resident_bytes
 from ktransformers.place.placement import Placement, attach
-from ktransformers.place.residents import Row, save_counts
-from ktransformers.place.routing_counts import RoutingCounter
+from ktransformers.place.residents import RoutingCounter, Row, save_counts
 from ktransformers.place.rule_devices import devices_by_rules, devices_of_modules
 from ktransformers.plan.modes import CPU, RESIDENT
-from ktransformers.plan.planner import RESIDENT_POLICIES, Plan
+from ktransformers.plan.planner import GPU_MEMORY_SHARE, RESIDENT_POLICIES, Candidate, Plan
 from ktransformers.quantized.weight import check_on_device
+
+# Rows of the plan's memory table that a loaded model and its engine have already allocated, or that
+# `Placement.working_bytes` counts.
+ALLOCATED = ("weights", "context", "residents", "slots", "groups")
+
+
+def bytes_to_allocate(candidate: Candidate | None, place: int) -> int:
+    """Bytes that the plan still expects to be allocated on one GPU; 0 without a plan."""
+    if candidate is None or place >= len(candidate.memory.gpus):
+        return 0
+    return sum(size for name, size in candidate.memory.gpus[place].items() if name not in ALLOCATED)
+
+
+def resident_bytes(free: int, later: int) -> int:
+    return max(0, int(GPU_MEMORY_SHARE * free) - later)
 
 
 def rules_of(options: PlacementOptions) -> tuple[Rule, ...]:

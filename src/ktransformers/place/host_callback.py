@@ -246,12 +246,7 @@ class HostCallbackPath:
         return torch.cuda.current_stream(self.device).cuda_stream if self._cuda else -1
 
     def _allocate(
-        self,
-        layer: LayerOnDevice,
-        store: ExpertStore,
-        inputs: tuple[Tensor, ...],
-        size: Size,
-        mixed: MixedLora | None,
+        self, layer: LayerOnDevice, store: ExpertStore, inputs: tuple[Tensor, ...], size: Size, mixed: MixedLora | None
     ) -> PreparedCall:
         buffers = self._buffers.get(size)
         if buffers is None:

@@ -163,11 +163,7 @@ def gpu_rows() -> dict[str, GpuRates]:
     rows = {name: _GpuRow(**row) for name, row in _documents()["gpus"].items()}
     return {
         name: GpuRates(
-            row.title,
-            parse_bytes(name, row.memory),
-            row.tflops * 1e12,
-            row.bandwidth_gbs * GB,
-            row.link_gbs * GB,
+            row.title, parse_bytes(name, row.memory), row.tflops * 1e12, row.bandwidth_gbs * GB, row.link_gbs * GB
         )
         for name, row in rows.items()
     }

@@ -114,13 +114,7 @@ class KTConverted:
 
 
 def plan_kt(
-    origin: Origin,
-    bits: int,
-    parts: int,
-    *,
-    merged: bool = True,
-    backward: bool = False,
-    threads: int | None = None,
+    origin: Origin, bits: int, parts: int, *, merged: bool = True, backward: bool = False, threads: int | None = None
 ) -> KTPlan:
     """Refuses a model that kt-kernel's files cannot hold, or its kernels cannot compute."""
     if not 1 <= parts <= 64:

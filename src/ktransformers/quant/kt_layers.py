@@ -97,13 +97,7 @@ def _quantized_parts(numbers: Tensor | None, bits: int, parts: int) -> tuple[Ten
 
 
 def write_tree_layer(
-    directory: Path,
-    layer: int,
-    experts: Mapping[str, Tensor],
-    bits: int,
-    parts: int,
-    *,
-    backward: bool = False,
+    directory: Path, layer: int, experts: Mapping[str, Tensor], bits: int, parts: int, *, backward: bool = False
 ) -> list[KTManifestFile]:
     """Quantise gate and up `[E, I, H]` and down `[E, H, I]` into `directory/_layer_N`, which is replaced; returns its
     files. The tree is complete when `build_manifest` and `write_manifest` have written what all layers returned."""

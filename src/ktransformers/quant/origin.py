@@ -27,10 +27,10 @@ from ktransformers.checkpoint.sources.gguf_header import read_header
 from ktransformers.checkpoint.tensorfile import sha256
 from ktransformers.experts.contract import Contract, expert_modules, read_contract
 from ktransformers.ground.errors import InputError
-from ktransformers.modeling import checkpoint_facts, load
+from ktransformers.modeling import load
+from ktransformers.modeling.load import meta_model
 from ktransformers.modeling.prepare import read_config, split_quantisation, to_stock_config
-from ktransformers.modeling.pretrained import require_json
-from ktransformers.modeling.skeleton import meta_model
+from ktransformers.modeling.pretrained import open_expert_source, read_checkpoint_facts, require_json
 
 HASHED_PREFIX_BYTES = 1 << 20  # of a file without a safetensors header
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
@@ -66,9 +66,9 @@ class Origin:
         for checkpoint in (self.path, self.experts):
             if checkpoint is not None and is_packed(checkpoint):
                 raise InputError(str(checkpoint), "a packed directory", "the checkpoint that it was made from")
-        facts = checkpoint_facts.read_checkpoint_facts(self.path)
+        facts = read_checkpoint_facts(self.path)
         self._source = open_source(self.path, facts.rest)
-        self._experts = checkpoint_facts.open_expert_source(facts, self.experts) or self._source
+        self._experts = open_expert_source(facts, self.experts) or self._source
         self.quantisation = facts.rest
         self.config = self._configuration()
         self.notes: list[str] = []  # what the result will lack
@@ -159,8 +159,5 @@ def fingerprint(path: Path, *, hashed: bool = False) -> SourceFile:
     blob = path.resolve().name
     content_hash = blob if re.fullmatch(r"[0-9a-f]{64}", blob) else sha256(path) if hashed else None
     return SourceFile(
-        name=path.name,
-        bytes=path.stat().st_size,
-        header_sha256=hashlib.sha256(header).hexdigest(),
-        sha256=content_hash,
+        name=path.name, bytes=path.stat().st_size, header_sha256=hashlib.sha256(header).hexdigest(), sha256=content_hash
     )

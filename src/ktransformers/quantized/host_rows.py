@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ktransformers.ground.current_device import on_device
 from ktransformers.ground.errors import KTError
-from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.ground.packages import import_triton_module
 
 if TYPE_CHECKING:
     from ktransformers.quantized.weight import QuantizedWeight

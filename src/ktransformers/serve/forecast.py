@@ -17,16 +17,7 @@ from ktransformers.ground.linear_storage import AS_RELEASED
 from ktransformers.modeling.pretrained import read_pretrained_config
 from ktransformers.modeling.spec import device_for, parse_dtype
 from ktransformers.place.backends import encoded_format, rest_by_rules
-from ktransformers.plan import (
-    Plan,
-    PlanComparison,
-    Serving,
-    make_plan,
-    open_shape,
-    require_fit,
-    stored_as,
-    with_gpus,
-)
+from ktransformers.plan import Plan, PlanComparison, Serving, make_plan, open_shape, require_fit, stored_as, with_gpus
 from ktransformers.plan.calibrate import this_machine
 from ktransformers.plan.meter import anonymous_bytes
 from ktransformers.quantized.weight import rest_format

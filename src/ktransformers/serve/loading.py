@@ -16,8 +16,8 @@ from ktransformers.checkpoint.packed import is_packed
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.interrupt import remembered_interrupt
 from ktransformers.ground.linear_storage import AS_RELEASED
+from ktransformers.ground.packages import require_compiler
 from ktransformers.ground.pool import pool_for
-from ktransformers.ground.triton_modules import require_compiler
 from ktransformers.modeling.load import load_dense, open_model
 from ktransformers.modeling.pretrained import read_tokenizer
 from ktransformers.modeling.spec import ModelSpec, check_rest, dtype_name, parse_dtype

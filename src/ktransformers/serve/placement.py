@@ -17,12 +17,11 @@ from ktransformers.experts.w8a8 import use_w8a8
 from ktransformers.ground import system
 from ktransformers.ground.options.placement import PlacementOptions, read_options
 from ktransformers.ground.out_of_memory import free_bytes
-from ktransformers.modeling.skeleton import meta_model
+from ktransformers.modeling.load import meta_model
 from ktransformers.operators.plan import OperatorPlan
 from ktransformers.operators.rules import require_rules
-from ktransformers.place.apply import ModelPlacement, find_device_map, needs_spreading, plan_rules
+from ktransformers.place.apply import ModelPlacement, bytes_to_allocate, find_device_map, needs_spreading, plan_rules
 from ktransformers.place.device_map import find_decoder_layers, visible_gpus
-from ktransformers.place.free_memory import bytes_to_allocate
 from ktransformers.plan import Plan
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import Target

@@ -24,7 +24,7 @@ from ktransformers.ground.errors import InputError
 from ktransformers.ground.linear_storage import AS_RELEASED
 from ktransformers.ground.log import logger
 from ktransformers.ground.pool import pool_for
-from ktransformers.modeling.skeleton import model_from_config
+from ktransformers.modeling.load import model_from_config
 from ktransformers.modeling.spec import ModelSpec, Progress, check_rest, find_model, locate_model
 from ktransformers.place.backends import format_of_backend, isa_of_backend
 from ktransformers.train.arguments import device_of, rest_of

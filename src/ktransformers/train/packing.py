@@ -2,7 +2,7 @@
 
 Packing concatenates rows into one sequence `[1, T]` whose positions begin again with each row. Attention needs a mask
 that says so; transformers makes one if the model's code passes the positions to it, which not every family does. So
-while the model runs on packed rows, the mask functions get the rows from its call (`modeling/row_masks.py`). Layers
+while the model runs on packed rows, the mask functions get the rows from its call (`modeling/packed_rows.py`). Layers
 that mix tokens without a mask (a recurrent state, a convolution, compressed keys) cannot be told:
 `require_masked_layers` refuses them by the model's layer types, without weights. `separate_rows` computes two rows
 packed and each alone, in the loaded model, and refuses if their logits differ."""
@@ -21,8 +21,7 @@ from ktransformers.adapters.comparison import evaluating
 from ktransformers.adapters.logit_error import ForwardPass, logit_error
 from ktransformers.adapters.router_choices import token_numbers
 from ktransformers.ground.errors import InputError
-from ktransformers.modeling.row_masks import tell_masks_the_rows
-from ktransformers.modeling.row_positions import uses_row_positions
+from ktransformers.modeling.packed_rows import tell_masks_the_rows, uses_row_positions
 from ktransformers.train.packed_attention import PACKED_ROWS, restore_sdpa
 from ktransformers.train.targets import VISION_BLOCKS
 

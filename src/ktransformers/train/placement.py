@@ -19,8 +19,14 @@ from ktransformers.ground.options.placement import PlacementOptions
 from ktransformers.operators.plan import OperatorPlan
 from ktransformers.operators.rules import find_rules, summary_of_name
 from ktransformers.parallel.distributed import host_group
-from ktransformers.place.apply import ModelPlacement, as_planned, find_device_map, needs_spreading, plan_rules
-from ktransformers.place.free_memory import bytes_to_allocate
+from ktransformers.place.apply import (
+    ModelPlacement,
+    as_planned,
+    bytes_to_allocate,
+    find_device_map,
+    needs_spreading,
+    plan_rules,
+)
 from ktransformers.place.placement import Placement
 from ktransformers.place.residents import Row
 from ktransformers.plan import Plan

@@ -17,8 +17,8 @@ from ktransformers.adapters.chat_templates import template_text
 from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.experts.partition import ExpertPartition
 from ktransformers.ground.errors import InputError
+from ktransformers.modeling.load import meta_model
 from ktransformers.modeling.pretrained import read_generation_config
-from ktransformers.modeling.skeleton import meta_model
 from ktransformers.plan.document import candidate_document
 from ktransformers.train.arguments import (
     device_of,

@@ -27,13 +27,7 @@ from ktransformers.place.backends import format_of_backend, isa_of_backend
 from ktransformers.train.keys import DERIVED_KEYS, NO_EFFECT_KEYS, RENAMED_KEYS, UNSUPPORTED_KEYS
 from ktransformers.train.settings import SECTION_OF_KEY, SECTIONS, TrainSettings
 
-TRANSLATED_KEYS = (
-    "kt_config",
-    "warmup_ratio",
-    "group_by_length",
-    "logging_dir",
-    "adafactor",
-)
+TRANSLATED_KEYS = ("kt_config", "warmup_ratio", "group_by_length", "logging_dir", "adafactor")
 
 # Keys of the HF Trainer that it does not check itself, or only after the model is loaded -> smallest value.
 LEAST_VALUES = {

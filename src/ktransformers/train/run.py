@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ktransformers.checkpoint.model_config import read_model_config
+from ktransformers.ground.packages import require_compiler
 from ktransformers.ground.system import frozen_gc
-from ktransformers.ground.triton_modules import require_compiler
-from ktransformers.modeling.skeleton import meta_model
+from ktransformers.modeling.load import meta_model
 from ktransformers.operators.rules import operators_of
 from ktransformers.parallel.rank_check import (
     Ranks,

@@ -131,10 +131,7 @@ class ExpertSettings(TrainSection):
     kt_expert_partition: Literal["experts", "layers", "frequency"] = Field(
         "experts", description="what a rank gets: ranges of ids, of layers, or even work by init_expert_location"
     )
-    rest: str = Field(
-        "keep",
-        description="dense (non-expert) linear layers: keep (as released), bf16, or a format",
-    )
+    rest: str = Field("keep", description="dense (non-expert) linear layers: keep (as released), bf16, or a format")
     kt_cpu_activation: Literal["retain", "recompute"] | None = Field(
         None, description="with checkpointing: keep the experts' results, or recompute them"
     )

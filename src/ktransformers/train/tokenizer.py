@@ -23,10 +23,7 @@ def load_tokenizer(directory: Path, settings: TrainSettings) -> tuple[Any, list[
     """With notes on it."""
     model, data = settings.model, settings.data
     tokenizer = read_tokenizer(
-        directory,
-        trust_remote_code=model.trust_remote_code,
-        use_fast=model.use_fast_tokenizer,
-        padding_side="right",
+        directory, trust_remote_code=model.trust_remote_code, use_fast=model.use_fast_tokenizer, padding_side="right"
     )
     code = run_code_note(directory) if model.trust_remote_code else None
     notes = [] if code is None else [code]

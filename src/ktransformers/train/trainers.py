@@ -36,12 +36,7 @@ from ktransformers.train import grouping
 from ktransformers.train.arguments import step_shape
 from ktransformers.train.batches import labelled_rows_only, split_pairs, split_step
 from ktransformers.train.callbacks import GradientCheck
-from ktransformers.train.checkpoints import (
-    STATE_FILES,
-    find_problem,
-    list_checkpoints,
-    write_checkpoint_manifest,
-)
+from ktransformers.train.checkpoints import STATE_FILES, find_problem, list_checkpoints, write_checkpoint_manifest
 from ktransformers.train.data.render import IGNORE_INDEX
 from ktransformers.train.expert_parallel import most_passes
 from ktransformers.train.files import STAGING_DIR, reporting_full_disk, sync_tree, write_json

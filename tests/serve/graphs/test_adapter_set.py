@@ -107,11 +107,7 @@ MIXTURES: dict[str, list[Names]] = {
 @pytest.mark.parametrize("count", [0, 2, 6])
 @pytest.mark.parametrize("which", list(MIXTURES))
 def test_mixed_adapters_match_eager(
-    which: str,
-    count: int,
-    placed: tuple[EngineHarness, Placement],
-    capture: EagerCapture,
-    harness: EngineHarness,
+    which: str, count: int, placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness
 ) -> None:
     """Against the CPU without an engine, step by step with the same tokens."""
     placed_harness, placement = placed

@@ -196,7 +196,7 @@ def test_metrics_become_speed_and_memory() -> None:
     assert values["kt_new_tokens_total"] == 10
     rows, _ = run("memoryRows", values)
     assert [(row["name"], row["value"] / row["limit"]) for row in rows] == [
-        *(("this process", 0.25), ("host, all", 0.375), ("GPU 0", 0.75), ("KV cache", 0.25)),
+        *(("this process", 0.25), ("host, all", 0.375), ("GPU 0", 0.75), ("KV cache", 0.25))
     ]
     assert rows[0]["text"] == "2.00 GB of 8.00 GB"
     samples = [{"time": 1000 * second, "values": {"n": count}} for second, count in ((0, 0), (2, 50), (4, 60), (6, 5))]

@@ -91,12 +91,7 @@ class TestConstrained:
 
     def test_a_json_object(self, client: Any) -> None:
         response = client.chat.completions.create(
-            model="tiny",
-            messages=ACTIVE,
-            response_format={"type": "json_object"},
-            seed=1,
-            max_tokens=40,
-            logit_bias={},
+            model="tiny", messages=ACTIVE, response_format={"type": "json_object"}, seed=1, max_tokens=40, logit_bias={}
         )
         assert response.choices[0].message.content.lstrip().startswith("{")
 

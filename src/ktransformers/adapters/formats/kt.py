@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from ktransformers.adapters.config import AdapterConfig, build_config, compact_number, read_config
-from ktransformers.adapters.content import Content
+from ktransformers.adapters.content import Content, StoredTensor
 from ktransformers.adapters.fit import make_uniform, refit_adapter, survives_dtype
 from ktransformers.adapters.formats.adapter_format import MODEL_FILE, AdapterFormat, module_batches
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, PairForm
@@ -34,7 +34,6 @@ from ktransformers.adapters.parse import (
     pair_factors,
     stacked_experts,
 )
-from ktransformers.adapters.stored_tensor import StoredTensor
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor, write_safetensors
 from ktransformers.checkpoint.layout import split_layer_name
 from ktransformers.checkpoint.tensorfile import sha256

@@ -166,8 +166,7 @@ def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
         scaling = most_common_scaling(adapter)
         rank = {role: max(layer.forms[role].rank for layer in adapter.experts) for role in adapter.experts[0].forms}
         adapter = refit_adapter(
-            adapter,
-            lambda role, form: refit_form(form, rank[role], scaling) if role in ("gate", "up") else form,
+            adapter, lambda role, form: refit_form(form, rank[role], scaling) if role in ("gate", "up") else form
         )
     batches = [_experts(layer, adapter) for layer in adapter.experts]
     batches += module_batches(adapter, add_prefix)

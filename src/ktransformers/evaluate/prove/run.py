@@ -39,8 +39,7 @@ from ktransformers.adapters.manifest import check_manifest, read_manifest
 from ktransformers.adapters.proof_record import ProofRecord, read_record
 from ktransformers.adapters.router_choices import ChoiceComparison, compare_choices
 from ktransformers.checkpoint.gguf_directory import is_gguf_directory
-from ktransformers.evaluate.prove.checks import ProofCheck, ProofFailed
-from ktransformers.evaluate.prove.messages import check_messages
+from ktransformers.evaluate.prove.messages import ProofCheck, ProofFailed, check_messages
 from ktransformers.evaluate.prove.server import (
     bound_matrices,
     find_names,

@@ -30,9 +30,7 @@ DEFAULT_POLICIES = ("auto", "cpu")  # that the planner chooses from when none is
 @dataclass(frozen=True, config=CLOSED)
 class PlacementOptions:
     kt_place: Policy | None = option(
-        None,
-        "--kt-place",
-        f"where experts are computed: {', '.join(POLICIES)}; default: KT_PLACE, then auto",
+        None, "--kt-place", f"where experts are computed: {', '.join(POLICIES)}; default: KT_PLACE, then auto"
     )
     kt_num_gpu_experts: int | None = option(
         None, "--kt-num-gpu-experts --gpu-experts", "experts of each layer that stay on the GPU", ge=0
@@ -72,9 +70,7 @@ class PlacementOptions:
         ge=0,
     )
     kt_w8a8: bool = option(
-        False,
-        "--kt-w8a8",
-        "8-bit activations on the CPU, for experts in int8, int4 or GGUF's types, an approximation",
+        False, "--kt-w8a8", "8-bit activations on the CPU, for experts in int8, int4 or GGUF's types, an approximation"
     )
     kt_record_experts: Path | None = option(
         None, "--kt-record-experts", "write counts of routed tokens to this file at the end"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.experts.gate import ACTIVATIONS, Gate
-from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.ground.packages import import_triton_module
 
 SILU = Gate("silu")
 

@@ -28,7 +28,7 @@ from ktransformers.experts.gate import Gate
 from ktransformers.experts.lora import ExpertLora, LoraPair
 from ktransformers.experts.transfer import copy_streams
 from ktransformers.ground import env
-from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.ground.packages import import_triton_module
 from ktransformers.modeling.cuda_graphs import GraphCache, GraphPool, padded_tokens
 from ktransformers.place.gpu import grouped_mlp
 from ktransformers.place.gpu.device_lora import empty_like_factors, split_gradients

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ktransformers.experts.gate import Gate
 from ktransformers.experts.lora import LoraPair
-from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.ground.packages import import_triton_module
 from ktransformers.place.gpu import epilogue
 from ktransformers.place.gpu.epilogue import DropoutMask
 

@@ -150,10 +150,7 @@ def _stacked(pairs: Sequence[LoraPair | None], experts: Tensor) -> LoraPair | No
         return None
     rank = max(pair.a.shape[1] for pair in present)
     count, like = experts.shape[0], present[0]
-    none = LoraPair(
-        like.a.new_zeros(count, rank, like.a.shape[2]),
-        like.b.new_zeros(count, like.b.shape[1], rank),
-    )
+    none = LoraPair(like.a.new_zeros(count, rank, like.a.shape[2]), like.b.new_zeros(count, like.b.shape[1], rank))
     padded = [none if pair is None else _padded(pair, experts, rank) for pair in (*pairs, None)]
     a, b = (torch.stack([getattr(pair, name) for pair in padded], 1).flatten(0, 1) for name in ("a", "b"))
     return LoraPair(a, b)

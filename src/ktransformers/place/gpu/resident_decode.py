@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.experts.gate import ACTIVATIONS, Gate
-from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.ground.packages import import_triton_module
 from ktransformers.place.gpu.executor import LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.multi_lora import LoraPointers, Pairs

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.ground.current_device import on_device
-from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.ground.packages import import_triton_module
 from ktransformers.quantized.gpu.dequantize_bf16_12 import bf16_12_values
 from ktransformers.quantized.gpu.dequantize_grids import grid_values, rows_of_tiles
 from ktransformers.quantized.gpu.layout import (

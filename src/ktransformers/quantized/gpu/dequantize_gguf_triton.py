@@ -22,14 +22,7 @@ NOWHERE = tl.constexpr(layout.NOWHERE)
 LINE = tl.constexpr(layout.LINE)  # bytes that all experts and blocks are multiples of
 # Kinds of scales (csrc/kernels/format.h).
 FLOAT, SCALE_AND_MIN, Q2_K, Q3_K, Q4_K, Q6_K = (tl.constexpr(number) for number in range(6))
-SCALE_KINDS = {
-    "floats": FLOAT,
-    "scale_and_min": SCALE_AND_MIN,
-    "q2_k": Q2_K,
-    "q3_k": Q3_K,
-    "q4_k": Q4_K,
-    "q6_k": Q6_K,
-}
+SCALE_KINDS = {"floats": FLOAT, "scale_and_min": SCALE_AND_MIN, "q2_k": Q2_K, "q3_k": Q3_K, "q4_k": Q4_K, "q6_k": Q6_K}
 
 
 @triton.jit

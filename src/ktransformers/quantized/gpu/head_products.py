@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ktransformers.ground.current_device import on_device
 from ktransformers.ground.errors import KTError
-from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.ground.packages import import_triton_module
 from ktransformers.quantized.gpu.linear import BLOCK_ROWS, TOLERANCE, GpuLinearWeight
 
 TRITON = "ktransformers.quantized.gpu.head_products_triton"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ktransformers.ground.current_device import on_device
 from ktransformers.ground.errors import KTError
-from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.ground.packages import import_triton_module
 from ktransformers.quantized.gpu.dequantize import TRITON as DECODERS
 from ktransformers.quantized.gpu.dequantize import decode
 from ktransformers.quantized.gpu.layout import TILE_N, PackedMatrix, format_of

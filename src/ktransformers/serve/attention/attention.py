@@ -34,12 +34,7 @@ from ktransformers.ground.errors import InputError, KTError
 from ktransformers.ground.pool import default_pool
 from ktransformers.serve.attention.latent import LATENT_ATTRIBUTE, LatentProjection
 from ktransformers.serve.attention.query_scales import SCALED_ATTRIBUTE, scale_queries
-from ktransformers.serve.attention.selection import (
-    SelectedRows,
-    Selection,
-    attend_selected,
-    attend_selected_latents,
-)
+from ktransformers.serve.attention.selection import SelectedRows, Selection, attend_selected, attend_selected_latents
 from ktransformers.serve.attention.windows import CHUNK_ATTRIBUTE, WINDOW_ATTRIBUTE
 from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.scheduler.lora import LinearLora, LoadedAdapter

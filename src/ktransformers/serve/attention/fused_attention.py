@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.ground.packages import import_triton_module
 from ktransformers.modeling.norm import epsilon_of
 from ktransformers.modeling.substitute import Substitution, attempt, matches, random_numbers, unprobed
 from ktransformers.serve.attention.attention import AttentionSpec, current_attention, current_spec, use_attention

@@ -1,7 +1,7 @@
 """Queries that a model scales by their position: Llama 4, in layers without rotary embeddings.
 
 The stock module takes a token's index in the row for its position, which it is not in a batch of several sequences
-(`modeling/row_positions.py`). While the model is served its own scaling is switched off for the call, and the attention
+(`modeling/packed_rows.py`). While the model is served its own scaling is switched off for the call, and the attention
 function scales by the positions of the spans, with the same formula.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktransformers.modeling.row_positions import scales_queries
+from ktransformers.modeling.packed_rows import scales_queries
 from ktransformers.modeling.substitute import Restore, Substitution, unprobed
 
 SCALED_ATTRIBUTE = "kt_scales_queries"  # of an attention module whose queries are scaled by position

@@ -60,13 +60,7 @@ class RecordHeader:
 
     def pack(self) -> bytes:
         fields = RECORD_FIELDS.pack(
-            RECORD_MAGIC,
-            VERSION,
-            self.stamp,
-            self.name,
-            self.parent,
-            self.payload_bytes,
-            self.payload_crc,
+            RECORD_MAGIC, VERSION, self.stamp, self.name, self.parent, self.payload_bytes, self.payload_crc
         )
         return (fields + CHECKSUM.pack(zlib.crc32(fields))).ljust(HEADER, b"\0")
 

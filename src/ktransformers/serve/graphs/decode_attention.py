@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.ground.packages import import_triton_module
 from ktransformers.serve.attention.attention import AttentionSpec
 from ktransformers.serve.cache.cache_codes import CODE_DTYPE, decode, encode
 from ktransformers.serve.graphs.step_table import ACTIVE, CAPACITY, POSITION, CacheLines
@@ -65,10 +65,7 @@ def _attend_in_torch(
         start = 0 if spec.window is None else max(0, position + 1 - spec.window)
         keys, values = (
             _visible_rows(column, line, scales, new[:, row : row + 1], start)
-            for line, scales, new in (
-                (lines.keys, lines.key_scales, key),
-                (lines.values, lines.value_scales, value),
-            )
+            for line, scales, new in ((lines.keys, lines.key_scales, key), (lines.values, lines.value_scales, value))
         )
         grouped = query[:, row].reshape(keys.shape[0], -1, query.shape[2]).float()
         scores = grouped @ keys.float().transpose(1, 2) * spec.scale

@@ -63,15 +63,7 @@ from ktransformers.serve.graphs.decode_attention import attend_latents, attend_n
 from ktransformers.serve.graphs.decode_step import Compute, DecodeStep, LaunchedStep, StepRow
 from ktransformers.serve.graphs.latent_inputs import FUSED_LATENTS, fused_latents
 from ktransformers.serve.graphs.state_arena import ArenaRows, StateArena
-from ktransformers.serve.graphs.step_table import (
-    ACTIVE,
-    ADAPTER,
-    POSITION,
-    STATES,
-    TOKEN,
-    CacheLines,
-    table_lines,
-)
+from ktransformers.serve.graphs.step_table import ACTIVE, ADAPTER, POSITION, STATES, TOKEN, CacheLines, table_lines
 from ktransformers.serve.scheduler.forward import Chunk, Forward, ForwardResult, SequentialForward
 from ktransformers.serve.scheduler.lora import DEVICE_COPY_LOCK
 

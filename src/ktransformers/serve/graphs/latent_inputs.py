@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.ground.packages import import_triton_module
 from ktransformers.modeling.norm import norm_epsilon
 from ktransformers.modeling.substitute import ABSORBED, Substitution, matches, random_numbers
 from ktransformers.serve.attention.attention import AttentionSpec

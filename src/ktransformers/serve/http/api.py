@@ -18,13 +18,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request  # type: ignore[import-not-found,unused-ignore]
 from fastapi.exceptions import RequestValidationError  # type: ignore[import-not-found,unused-ignore]
 from fastapi.middleware.cors import CORSMiddleware  # type: ignore[import-not-found,unused-ignore]
-from fastapi.responses import (  # type: ignore[import-not-found,unused-ignore]
-    HTMLResponse,
-    JSONResponse,
-    PlainTextResponse,
-    Response,
-    StreamingResponse,
-)
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse  # type: ignore[import-not-found,unused-ignore]
 from pydantic import BaseModel
 
 import ktransformers

@@ -25,12 +25,7 @@ def _lines(service: Service, requests: Counter[tuple[str, int]], restarts: int) 
         ("kt_running_sequences", "gauge", "Sequences in the batch.", len(engine.running)),
         ("kt_waiting_sequences", "gauge", "Sequences in the queue.", len(engine.waiting)),
         ("kt_cache_tokens", "gauge", "Capacity of all KV cache slots, in tokens.", kv_cache.allocated_tokens),
-        (
-            "kt_cache_busy_tokens",
-            "gauge",
-            "Capacity of running sequences' slots, in tokens.",
-            kv_cache.busy_tokens,
-        ),
+        ("kt_cache_busy_tokens", "gauge", "Capacity of running sequences' slots, in tokens.", kv_cache.busy_tokens),
         ("kt_cache_limit_tokens", "gauge", "Capacity of the KV cache, in tokens.", kv_cache.limit),
         ("kt_cache_bytes_per_token", "gauge", "Bytes of a token in the KV cache.", service.kv_bytes_per_token),
         (

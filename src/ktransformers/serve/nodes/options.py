@@ -83,7 +83,7 @@ def _is_loopback(address: str) -> bool:
 def make_partition(launch: Launch, target: Target, ranks: int) -> ExpertPartition:
     """The experts of the model over all nodes, from its configuration and the launch line."""
     from ktransformers.experts.contract import expert_modules, read_contract
-    from ktransformers.modeling.skeleton import meta_model
+    from ktransformers.modeling.load import meta_model
 
     modules = expert_modules(meta_model(target.model))
     if not modules:

@@ -126,13 +126,7 @@ class RemoteExperts:
         return header, [tensor_bytes(part) for part in parts]
 
     def _add_own(
-        self,
-        total: Tensor,
-        hidden: Tensor,
-        weights: Tensor,
-        rows: Tensor,
-        positions: Tensor,
-        mixed: MixedLora | None,
+        self, total: Tensor, hidden: Tensor, weights: Tensor, rows: Tensor, positions: Tensor, mixed: MixedLora | None
     ) -> None:
         assert self.store is not None
         part = torch.empty(len(rows), hidden.shape[1], dtype=total.dtype)

@@ -71,14 +71,7 @@ BATCHED_LAYER_TYPES |= {"linear_attention", "conv", "hybrid", "hybrid_sliding"} 
 BATCHED_LAYER_TYPES |= {"moe", "mlp"}  # without anything between tokens
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # rope types that depend on the longest sequence of a batch
 # In this order: latent attention and decoder layers ask which norms were replaced.
-FASTER: tuple[Substitution[Any, Any], ...] = (
-    linears(),
-    NORMS,
-    DELTA_RULE,
-    ROUTERS,
-    FUSED_ATTENTION,
-    DECODE_LAYERS,
-)
+FASTER: tuple[Substitution[Any, Any], ...] = (linears(), NORMS, DELTA_RULE, ROUTERS, FUSED_ATTENTION, DECODE_LAYERS)
 MAX_LOGIT_ERROR = {torch.float32: 1e-3}  # relative, between served and stock logits
 MAX_LOGIT_ERROR_16_BIT = 0.1  # in bfloat16 and float16
 MAX_LOGIT_ERROR_FP8 = 0.5  # with FP8 keys and values; other experts may be chosen
@@ -257,11 +250,7 @@ class SequentialForward:
             "use_cache": True,
         }
         scored = [] if chunk.logits_reader is None else [ScoredRows(0, count, chunk.logits_reader)]
-        with (
-            torch.inference_mode(),
-            apply_linear_lora(lora_rows, count),
-            use_mixed_lora(expert_lora(lora_rows, count)),
-        ):
+        with torch.inference_mode(), apply_linear_lora(lora_rows, count), use_mixed_lora(expert_lora(lora_rows, count)):
             logits = self._head.logits([count - 1], scored, inputs)
         slot.tokens[chunk.position :] = chunk.tokens
         return (

@@ -148,9 +148,7 @@ class MaskedExpertMethod:
         adapters.pack_for_every_request(self.deployment.options, self)
 
     def _physical_to_logical(self) -> Tensor:
-        from sglang.srt.eplb.expert_location_dispatch import (  # type: ignore[import-not-found]
-            get_global_expert_location_metadata,
-        )
+        from sglang.srt.eplb.expert_location_dispatch import get_global_expert_location_metadata  # type: ignore[import-not-found]
 
         metadata = get_global_expert_location_metadata()
         table = None if metadata is None else metadata.physical_to_logical_map_cpu

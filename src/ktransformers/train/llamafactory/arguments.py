@@ -129,9 +129,5 @@ def extend_training_arguments(module: Any) -> None:
         self._kt_config_values.update(values)
         configure_kt(self._kt_config_values)
 
-    members = {
-        "__post_init__": post_init,
-        "hf_kt_config": property(hf_kt_config),
-        "update_kt_config": update_kt_config,
-    }
+    members = {"__post_init__": post_init, "hf_kt_config": property(hf_kt_config), "update_kt_config": update_kt_config}
     module.TrainingArguments = _subclass(stock, (MAPPING,) if mapping_here else (), members)

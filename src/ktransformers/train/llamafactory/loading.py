@@ -104,9 +104,8 @@ def _with_requests(stock: Any) -> type:
 
 
 def load_packed(model_args: Any, config: Any, device_map: Any, *, training: bool) -> Any:
-    from ktransformers.modeling.load import open_model
+    from ktransformers.modeling.load import meta_model, open_model
     from ktransformers.modeling.quantizer import hide_quantisation
-    from ktransformers.modeling.skeleton import meta_model
     from ktransformers.operators.rules import require_rules
     from ktransformers.place.apply import ModelPlacement, plan_rules
     from ktransformers.train.model import check_formats, spec_of
