@@ -89,7 +89,7 @@ def trace_training(entered: EnteredFiles, device: str) -> None:
     if device == "cuda":
         from ktransformers.place import attach
 
-        attach(model, "stream")
+        attach(model, policy="stream")
     names = ["gate_up_proj", "down_proj"]
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], target_parameters=names))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)

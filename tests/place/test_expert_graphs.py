@@ -1,4 +1,4 @@
-"""Replayed expert passes compute what passes compute that are launched kernel by kernel, whatever the routing is."""
+"""Replayed expert passes compute what passes compute that run eagerly, whatever the routing is."""
 
 from __future__ import annotations
 
