@@ -171,7 +171,6 @@ def test_pages_of_documentation_that_load_scripts_do_not_exist(served: RunningSe
     ("method", "path"),
     [
         ("POST", "/v1/embeddings"),
-        ("POST", "/v1/responses"),
         ("POST", "/v1/moderations"),
         ("POST", "/v1/files"),
         ("GET", "/v1/files/file-1"),
