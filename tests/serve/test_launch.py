@@ -180,6 +180,11 @@ def test_environment_fills_missing_flags(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("API_PORT", "eight")
     with pytest.raises(InputError, match="API_PORT"):
         with_environment(Launch("M"))
+    monkeypatch.delenv("API_PORT")
+    for empty in ("", " "):
+        monkeypatch.setenv("API_KEY", empty)
+        with pytest.raises(InputError, match="API_KEY: given an empty value, expected a secret; `unset API_KEY`"):
+            with_environment(Launch("M"))
 
 
 def test_targets_resolve(model_directory: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
