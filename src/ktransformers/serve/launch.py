@@ -63,8 +63,8 @@ def check_packages() -> None:
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Bind before anything is loaded, so that a port in use is an error at once. asyncio disables Nagle's algorithm only
-    on sockets that name TCP; with it every answer on a kept-alive connection waits 40 ms for an acknowledgement."""
+    """Bind before anything is loaded, so that a port in use is an error at once. asyncio disables Nagle's algorithm,
+    which makes every answer on a kept-alive connection wait 40 ms, only on sockets that name TCP."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -61,14 +61,13 @@ def test_text_before_a_call_is_emitted_and_the_call_is_held(size: int) -> None:
 
 
 def test_json_without_llguidance_is_refused(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ktransformers.ground.errors import InputError
     from ktransformers.serve.http import grammar_source
-    from ktransformers.serve.http.error import ApiError
-    from ktransformers.serve.http.protocol import ChatRequest
 
     monkeypatch.setattr(grammar_source, "PACKAGE", "no_such_package")
-    requested = {"model": "tiny", "messages": ACTIVE, "response_format": {"type": "json_object"}}
-    with pytest.raises(ApiError, match="pip install"):
-        served.service.chat(ChatRequest.model_validate(requested))
+    compiler = grammar_source.GrammarCompiler(served.service.tokenizer, served.service.vocabulary)
+    with pytest.raises(InputError, match="pip install"):
+        compiler.compile(grammar_source.GrammarSource("json_schema", "{}"))
 
 
 class TestConstrained:

@@ -1,5 +1,5 @@
 """From the bytes of a request to what the engine needs: JSON parsed and validated, limits checked, the chat template
-rendered, prompts tokenised, a schema compiled once to see that it can be enforced.
+rendered, prompts tokenised, a schema checked against its limits. What it compiles to is the pool's concern.
 
 All of it is a pure function of the body, the tokenizer and `PrepareSettings`, and any part of it may be slow for a body
 that was made to be slow. The server therefore runs it in worker processes (`prepare_pool`, `prepare_worker`), where it
@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ktransformers.ground.errors import InputError
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.grammar_source import GrammarSource
 from ktransformers.serve.http.limits import (
@@ -91,7 +90,7 @@ class PreparedRequest:
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     keep_special: bool = False
-    schema: str | None = None  # JSON, of a response that has to follow it
+    grammar: GrammarSource | None = None  # that the response has to follow
     parses_calls: bool = False
     bare_call: bool = False  # the response is one tool call in JSON and nothing else
     parameter_types: dict[str, dict[str, str]] = field(default_factory=dict)  # function -> parameter -> JSON type
@@ -113,7 +112,6 @@ def parse_body(body: bytes | bytearray, kind: type[Body]) -> Body:
 class RequestPreparer:
     def __init__(self, tokenizer: Any, settings: PrepareSettings) -> None:
         self._tokenizer, self._settings = tokenizer, settings
-        self._grammar_source = GrammarSource(tokenizer, settings.vocabulary)
         self._longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self._reserved = set(inspect.signature(type(tokenizer).apply_chat_template).parameters)
         added = tokenizer.added_tokens_decoder.values()
@@ -207,7 +205,7 @@ class RequestPreparer:
             stop_tokens=tuple(request.stop_token_ids or ()),
             ignore_eos=request.ignore_eos,
             keep_special=not request.skip_special_tokens,
-            schema=None if schema is None else self._check_enforced(schema),
+            grammar=None if schema is None else self._schema_grammar(schema),
             parses_calls=parses_calls,
             bare_call=bare_call,
             parameter_types=(parameter_types or {}) if parses_calls else {},
@@ -287,8 +285,7 @@ class RequestPreparer:
             )
         return response_format.json_schema.schema_
 
-    def _check_enforced(self, schema: Any) -> str:
-        """The schema as JSON, once it is known that it can be enforced."""
+    def _schema_grammar(self, schema: Any) -> GrammarSource:
         check_schema("response_format", schema, self._settings.limits)
         text = json.dumps(schema, sort_keys=True)
         if len(text) > MAX_SCHEMA_CHARACTERS:
@@ -299,11 +296,7 @@ class RequestPreparer:
             if token in plain:
                 message = f"response_format or tools: given {token!r} in a schema, expected no text of a special token"
                 raise ApiError(400, message, param="response_format")
-        try:
-            self._grammar_source.compile(text)
-        except InputError as error:
-            raise ApiError(400, str(error), param="response_format") from error
-        return text
+        return GrammarSource("json_schema", text)
 
     def _template_tools(self, request: ChatRequest, template: str) -> tuple[list[dict[str, Any]], Any]:
         """(tools for the chat template, JSON schema of the response if it has to be a tool call)."""

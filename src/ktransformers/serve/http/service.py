@@ -17,7 +17,7 @@ from ktransformers.ground.errors import InputError
 from ktransformers.serve.cache.cache_kinds import bytes_by_kind, describe_tier
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.grammar import SchemaMatcher
-from ktransformers.serve.http.grammar_source import GrammarSource
+from ktransformers.serve.http.grammar_source import GrammarCompiler
 from ktransformers.serve.http.limits import RequestLimits
 from ktransformers.serve.http.prepare import ModelTemplate, PreparedRequest, PrepareSettings, RequestPreparer
 from ktransformers.serve.http.prepare_pool import PreparePool
@@ -72,7 +72,7 @@ class Service:
         self.prepare_options = prepare or PrepareOptions()
         self.vocabulary = int(engine.forward.model.get_input_embeddings().weight.shape[0])
         self.defaults = GenerationDefaults.of(getattr(engine.forward.model, "generation_config", None), tokenizer)
-        self.grammar_source = GrammarSource(tokenizer, self.vocabulary)
+        self.grammar_compiler = GrammarCompiler(tokenizer, self.vocabulary)
         self._template = template
         self.kv_bytes_per_token = kv_bytes_per_token  # of keys and values
         self.attention_backend = ""  # of new tokens: core, triton or torch
@@ -106,7 +106,8 @@ class Service:
 
     def make_pool(self) -> PreparePool:
         options = self.prepare_options
-        return PreparePool(self.tokenizer, self.prepare_settings, workers=options.workers, seconds=options.seconds)
+        settings, compiler = self.prepare_settings, self.grammar_compiler
+        return PreparePool(self.tokenizer, settings, compiler, workers=options.workers, seconds=options.seconds)
 
     @functools.cached_property
     def preparer(self) -> RequestPreparer:
@@ -154,9 +155,9 @@ class Service:
         """One for each prompt."""
         adapter = self.find(prepared.model)
         grammar = None
-        if prepared.schema is not None:
+        if prepared.grammar is not None:
             try:
-                compiled = self.grammar_source.compile(prepared.schema)
+                compiled = self.grammar_compiler.compile(prepared.grammar)
             except InputError as error:
                 raise ApiError(400, str(error), param="response_format") from error
             grammar = functools.partial(SchemaMatcher, compiled)
