@@ -115,15 +115,17 @@ def _answer(
     temperature: float | None,
     as_json: bool,
 ) -> None:
+    from ktransformers.adapters.adapter_template import check_rendering_ends
     from ktransformers.serve.http.protocol import ChatRequest, CompletionRequest
     from ktransformers.serve.http.service import Service
     from ktransformers.serve.scheduler.sequence import Event, Sequence
 
     assert isinstance(service, Service)
     common = {"model": name, "max_tokens": max_tokens, "temperature": temperature}
-    if service.template_of(service.find(name)):
+    if template := service.template_of(service.find(name)):
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
+        check_rendering_ends(template, messages, service.tokenizer)
         generation = service.chat(ChatRequest.model_validate({**common, "messages": messages}))
     else:
         request = CompletionRequest.model_validate({**common, "prompt": f"{system or ''}{prompt}"})
