@@ -87,12 +87,13 @@ def _answer_prompt(line: RunLine, as_json: bool) -> None:
     from ktransformers.cli.serve import show_plan
     from ktransformers.serve.forecast import plan_server
     from ktransformers.serve.loading import open_service
-    from ktransformers.serve.target import resolve_target
+    from ktransformers.serve.target import check_adapters, resolve_target
     from ktransformers.serve.yaml_keys import with_yaml_keys
 
     for note in line.launch.notes:
         log(f"accepted without effect: {note}")
     target = resolve_target(line.launch.target)
+    check_adapters(line.launch, target)
     adapters = [name for name, _ in (*target.adapters, *line.launch.lora_paths)]
     if line.adapter is not None and line.adapter not in adapters:
         expected = f"one of {', '.join(adapters) or 'none: this is a model without adapters'}"

@@ -21,7 +21,7 @@ from ktransformers.serve.flags import Launch
 from ktransformers.serve.forecast import choose_device, compare_at_end, compare_at_start, plan_server, workload_of
 from ktransformers.serve.nodes.options import NodeOptions, read_nodes
 from ktransformers.serve.running import RunningServer, forget_server, record_server
-from ktransformers.serve.target import Target, resolve_target
+from ktransformers.serve.target import Target, check_adapters, resolve_target
 from ktransformers.serve.yaml_keys import with_yaml_keys
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan, on_ready: OnReady = lamb
         log(f"accepted without effect: {note}")
     launch = with_environment(launch)
     target = resolve_target(launch.target)
+    check_adapters(launch, target)
     launch = with_yaml_keys(launch, target.keys)
     hosts = read_nodes(launch)
     if hosts is not None and hosts.rank:
