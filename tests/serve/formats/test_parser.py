@@ -46,7 +46,9 @@ class TestEveryFormat:
         calls = (("get_weather", EXPECTED), ("ping", {}), ("get_weather", {"city": "42"}))
         text = "" if syntax.bare else "Let me see.\n\n"
         header = thinking.marks[0] if thinking.marks and text else ""
-        body = f"{thinking.open}I think <b.{thinking.close}{thinking.resume}{header}{text}{written(answer_format, *calls)}"
+        body = (
+            f"{thinking.open}I think <b.{thinking.close}{thinking.resume}{header}{text}{written(answer_format, *calls)}"
+        )
         answer = read(name, body + "<|im_end|>")
         assert answer.calls == list(calls)
         assert (answer.reasoning, answer.text) == ("I think <b.", text.strip())
@@ -61,7 +63,9 @@ class TestEveryFormat:
         values = st.text(st.sampled_from('ab<>|/"\\\n{}[]()=, é▁｜'), max_size=8)
         calls = [("get_weather", {"city": data.draw(values)}), ("ping", {})]
         text = data.draw(st.sampled_from(["", "<think>", "<tool", "<think>a</think>\n", "a <| b"]))
-        text += written(answer_format, *calls) + data.draw(st.sampled_from(["", "<|im_end|>", " b", "</", "<tool_call>"]))
+        text += written(answer_format, *calls) + data.draw(
+            st.sampled_from(["", "<|im_end|>", " b", "</", "<tool_call>"])
+        )
         text = text[: data.draw(st.integers(0, len(text))) if data.draw(st.booleans()) else len(text)]
         cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
         pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -173,9 +177,7 @@ def test_arguments_have_the_types_of_the_schema() -> None:
         for key, value in (("city", "42"), ("days", "3"), ("hourly", "True"), ("units", '{"temperature": "1"}'))
     )
     answer = read("qwen3_coder", f"<tool_call>\n<function=get_weather>\n{text}</function>\n</tool_call>")
-    assert answer.calls == [
-        ("get_weather", {"city": "42", "days": 3, "hourly": True, "units": {"temperature": "1"}})
-    ]
+    assert answer.calls == [("get_weather", {"city": "42", "days": 3, "hourly": True, "units": {"temperature": "1"}})]
     tagged = "<parameter=other>\n[1]\n</parameter>\n<parameter=more>\n 1 a\n</parameter>\n"
     answer = read("qwen3_coder", f"<function=get_weather>\n{tagged}</function>\n</tool_call>")
     assert answer.calls == [("get_weather", {"other": [1], "more": " 1 a"})]
@@ -186,9 +188,7 @@ def test_nested_tags_with_a_namespace() -> None:
     units = f"{mark}<units>{mark}<temperature>7{mark}</temperature>{mark}</units>"
     listed = f"{mark}<towns>{mark}<item>a{mark}</item>{mark}<item>b{mark}</item>{mark}</towns>"
     text = f'{mark}<tool_call>\n{mark}<invoke name="get_weather">{units}{listed}{mark}</invoke>\n{mark}</tool_call>'
-    assert read("minimax-m3", text).calls == [
-        ("get_weather", {"units": {"temperature": "7"}, "towns": ["a", "b"]})
-    ]
+    assert read("minimax-m3", text).calls == [("get_weather", {"units": {"temperature": "7"}, "towns": ["a", "b"]})]
 
 
 def test_values_may_contain_the_tags_of_their_format() -> None:
