@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktransformers.serve.doors.answer_events import CallArguments, CallBegin, TextDelta
+from ktransformers.serve.doors.conversation import Reasoning
 from ktransformers.serve.formats import AnswerFormat, recognise
 from ktransformers.serve.formats.families import CALLS, THINKING
 from tests.support.answers import TOOLS, Answer, joined, parse
@@ -153,8 +153,8 @@ def test_calls_of_hermes_that_models_write_otherwise(text: str) -> None:
         " to=functions.ping<|channel|>commentary json<|message|>{}<|call|>",
         "<|channel|>commentary to=functions.ping <|constrain|>json<|message|>{}",
         "<|channel|>commentary to=functions.ping<|message|>{}<|call|>",
-        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.ping json<|message|>{}",
-        "<|channel|>analysis to=functions.ping code<|message|>{}<|call|>".replace(" code", " json"),
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.ping<|message|>{}",
+        "<|channel|>analysis to=functions.ping json<|message|>{}<|call|>",
     ],
 )
 def test_recipients_of_harmony_before_and_behind_the_channel(text: str) -> None:
@@ -275,10 +275,4 @@ def test_an_unknown_format_passes_text_through() -> None:
     assert answer_format.is_text and "stay text" in answer_format.note
     events = answer_format.parser("", TOOLS).feed("<tool_call>x")
     assert joined(events).text == "<tool_call>x"
-    assert replace(answer_format).constraint(TOOLS, "required", (), True, recognise_reasoning()) is None
-
-
-def recognise_reasoning() -> Any:
-    from ktransformers.serve.doors.conversation import Reasoning
-
-    return Reasoning()
+    assert answer_format.constraint(TOOLS, "required", (), True, Reasoning()) is None
