@@ -45,9 +45,10 @@ from ktransformers.serve.placement import (
     plan_operators,
     spreads_layers,
 )
-from ktransformers.serve.scheduler.engine import Limits, ServeEngine
+from ktransformers.serve.scheduler.engine import ServeEngine
 from ktransformers.serve.scheduler.forward import Forward, SequentialForward, make_forward
 from ktransformers.serve.scheduler.lora import LoraModules
+from ktransformers.serve.scheduler.scheduler import Limits
 from ktransformers.serve.target import Target, as_trained, differences_from_training
 
 if TYPE_CHECKING:

@@ -88,7 +88,7 @@ def test_tokens_are_drawn_on_the_cpu_where_their_copies_do_not_fit(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ktransformers.serve.sampling.sampling import Sampling
-    from ktransformers.serve.scheduler import engine as module
+    from ktransformers.serve.scheduler import sampler as module
 
     sampled, draw, failed = Sampling(temperature=0.8, top_p=0.9, seed=3), module.draw_tokens, list[int]()
 
@@ -106,8 +106,9 @@ def test_tokens_are_drawn_on_the_cpu_where_their_copies_do_not_fit(
 
 def test_recurrent_states_are_computed_again(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     from ktransformers.serve.attention.attention import ATTENTION_NAME
-    from ktransformers.serve.scheduler.engine import Limits, ServeEngine
+    from ktransformers.serve.scheduler.engine import ServeEngine
     from ktransformers.serve.scheduler.forward import SequentialForward
+    from ktransformers.serve.scheduler.scheduler import Limits
 
     forward = SequentialForward(harness.model)
     run_chunk, failed = forward._run_chunk, list[int]()
