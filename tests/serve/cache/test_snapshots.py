@@ -148,7 +148,7 @@ def close_snapshots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_sequences_restart_from_the_last_copy_they_share(recurrent: Recurrent) -> None:
     prompt, adapter = prompt_of(4, 42), recurrent.adapter
     engine = recurrent.engine()
-    base, adapted = recurrent.complete(engine, (prompt, None), (prompt, adapter))
+    (base,), (adapted,) = recurrent.complete(engine, (prompt, None)), recurrent.complete(engine, (prompt, adapter))
     assert base.tokens != adapted.tokens
     assert same_completion(base, recurrent.alone(prompt)) and same_completion(adapted, recurrent.alone(prompt, adapter))
 

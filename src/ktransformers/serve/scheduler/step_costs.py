@@ -14,11 +14,13 @@ from collections.abc import Iterable
 import numpy as np
 
 TARGET_SECONDS = 0.2  # that prompts add to a step while others wait for their next token
-DECODE_STEPS = 3.0  # or a step takes that many decode steps, if these are slow
-PASS_SHARE = 1.3  # or that many times `a`: smaller chunks would spend most of their time on it
+DECODE_STEPS = 2.0  # or as long as that many decode steps, if these are slow
+PASS_SHARE = 0.3  # or that share of `a`: steps with smaller chunks spend most of their time on it
 ALONE_SECONDS = 1.0  # of a step that nobody waits for, so that the next request does not wait long
 ALONE_PASSES = 5.0  # or that many times `a`
 FIRST_CHUNK = 512  # tokens, before anything is learned, and at least as many where nobody waits
+MOST_PAIRS = 1 << 27  # of a query and a key in such a step: attention may need some bytes for each
+RIDGE = 1e-6  # share of the equations that decides where they do not
 FADE = 0.98  # of older steps, at each new one
 DECODE_FADE = 0.9
 UNITS = np.array([1.0, 64.0, 64.0 * 4096])  # of a, b, c: what is not known yet is assigned to b first
@@ -27,7 +29,7 @@ UNITS = np.array([1.0, 64.0, 64.0 * 4096])  # of a, b, c: what is not known yet 
 class StepCosts:
     def __init__(self) -> None:
         self._products, self._sums = np.zeros((3, 3)), np.zeros(3)
-        self._costs = [0.0, 0.0, 0.0]
+        self._costs, self._turn = [0.0, 0.0, 0.0], 0
         self.decode_seconds = 0.0  # of a step of decode tokens alone
 
     @property
@@ -58,16 +60,19 @@ class StepCosts:
             return 0 if seconds <= 0 else 2**31
         return int(2 * seconds / (linear + math.sqrt(linear * linear + 4 * square * seconds)))
 
-    def seconds_for_prompts(self, decoding: Iterable[int]) -> float:
-        """What a step has for prompts beside decode tokens at these positions."""
-        others = self._costs[0] + sum(self.seconds_of(position, 1) for position in decoding)
-        decode = self.decode_seconds
-        return max(decode + TARGET_SECONDS, DECODE_STEPS * decode, PASS_SHARE * self._costs[0]) - others
+    @property
+    def prompt_seconds(self) -> float:
+        """What prompts may add to a step while others wait for their next token. Every fourth step has half of it:
+        from steps of one size alone `a` cannot be told from the rest, and chunks would shrink without effect."""
+        self._turn += 1
+        seconds = max(TARGET_SECONDS, DECODE_STEPS * self.decode_seconds, PASS_SHARE * self._costs[0])
+        return seconds if self._turn % 4 else seconds / 2
 
     def tokens_alone(self, first: int, limit: int) -> int:
         """Tokens of a step that nobody waits for: a power of two, so that small changes of the costs do not move the
         borders of chunks, and with them the last bits of an answer."""
         tokens = self.tokens_in(first, max(ALONE_SECONDS, ALONE_PASSES * self._costs[0])) if self.known else 0
+        tokens = min(tokens, MOST_PAIRS // (first + 1))
         return min(limit, 1 << (max(FIRST_CHUNK, min(tokens, limit)).bit_length() - 1))
 
 
@@ -81,7 +86,7 @@ def _solve(products: np.ndarray, sums: np.ndarray) -> np.ndarray:
     used, solution = [0, 1, 2], np.zeros(3)
     while used:
         part = products[np.ix_(used, used)]
-        values = np.linalg.solve(part + 1e-9 * np.trace(part) * np.eye(len(used)), sums[used])
+        values = np.linalg.solve(part + RIDGE * np.trace(part) * np.eye(len(used)), sums[used])
         if values.min() >= 0:
             solution[used] = values
             break
