@@ -129,7 +129,7 @@ class Client:
     """Streams of one server, each on a connection that is kept for the next request."""
 
     def __init__(self, port: int, vocabulary: int) -> None:
-        self._port, self._vocabulary, self._draw = port, vocabulary, random.Random(port)
+        self._port, self._vocabulary, self._draw = port, vocabulary, random.Random()
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def ask(self, prompt: int, new: int, times: list[float]) -> None:

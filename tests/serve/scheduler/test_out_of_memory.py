@@ -142,7 +142,7 @@ def test_other_errors_are_not_taken_for_missing_memory() -> None:
 
 def test_advice_has_the_guides_order_and_the_plans_numbers() -> None:
     plan = make_plan(open_shape("qwen3-30b-a3b"), Serving(context=4096), profile("desktop-4090"))
-    text = memory_advice(Launch("m", chunked_prefill_size=512, memory=0.7), plan, 4096, 2**30)
+    text = memory_advice(Launch("m", chunked_prefill_size=512, max_running_requests=16, memory=0.7), plan, 4096, 2**30)
     words = ["--chunked-prefill-size (now 512", "--max-running-requests (now 16)", "--mem-fraction-static (now 0.7"]
     places = [text.index(word) for word in words]
     assert places == sorted(places) and "planned" in text and "1.00 GiB when full" in text

@@ -154,7 +154,7 @@ class Scheduler:
         if not decoding:
             tokens = costs.tokens_alone(by_length[0].computed, limit)
         elif costs.known:
-            seconds = costs.prompt_seconds
+            seconds = costs.prompt_seconds()
         else:
             tokens = min(limit, FIRST_CHUNK)
         counts: dict[Sequence, int] = {}

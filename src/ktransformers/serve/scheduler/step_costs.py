@@ -19,8 +19,8 @@ PASS_SHARE = 0.3  # or that share of `a`: steps with smaller chunks spend most o
 ALONE_SECONDS = 1.0  # of a step that nobody waits for, so that the next request does not wait long
 ALONE_PASSES = 5.0  # or that many times `a`
 FIRST_CHUNK = 512  # tokens, before anything is learned, and at least as many where nobody waits
-MOST_PAIRS = 1 << 27  # of a query and a key in such a step: attention may need some bytes for each
-RIDGE = 1e-6  # share of the equations that decides where they do not
+MOST_PAIRS = 1 << 27  # of a query and a key in such a step: a mask has some bytes for each
+RIDGE = 1e-6  # added to the diagonal: small costs where equations do not tell them apart
 FADE = 0.98  # of older steps, at each new one
 DECODE_FADE = 0.9
 UNITS = np.array([1.0, 64.0, 64.0 * 4096])  # of a, b, c: what is not known yet is assigned to b first
@@ -60,7 +60,6 @@ class StepCosts:
             return 0 if seconds <= 0 else 2**31
         return int(2 * seconds / (linear + math.sqrt(linear * linear + 4 * square * seconds)))
 
-    @property
     def prompt_seconds(self) -> float:
         """What prompts may add to a step while others wait for their next token. Every fourth step has half of it:
         from steps of one size alone `a` cannot be told from the rest, and chunks would shrink without effect."""
