@@ -580,7 +580,8 @@ class ResponsesEmitter:
         return [self._event(kind, response=self._response("in_progress")) for kind in kinds]
 
     def ping(self) -> str:
-        return ": ping\n\n"
+        """Codex counts events only: comments do not keep it from ending a stream after five minutes."""
+        return self._event("response.in_progress", response=self._response("in_progress"))
 
     def event(self, choice: int, event: AnswerEvent) -> list[str]:
         match event:
