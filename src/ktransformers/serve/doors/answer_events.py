@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,15 @@ class CallEnd:
     arguments: str  # all of them, JSON
 
 
-AnswerEvent = ReasoningDelta | TextDelta | CallBegin | CallArguments | CallEnd
+@dataclass(frozen=True)
+class TokenScores:
+    """Log-probabilities of the tokens behind the events that follow, or behind none. Only requests with
+    `Generation.logprobs` get them; parsers do not make them."""
+
+    content: tuple[dict[str, Any], ...]  # as `logprobs.content` of a chat completion has them
+
+
+AnswerEvent = ReasoningDelta | TextDelta | CallBegin | CallArguments | CallEnd | TokenScores
 
 
 class AnswerParser(Protocol):

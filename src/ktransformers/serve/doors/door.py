@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pydantic import BaseModel
+
 from ktransformers.serve.doors.answer_events import AnswerEvent, Finish, Usage
 from ktransformers.serve.doors.conversation import ChatRequest
 from ktransformers.serve.http.error import ApiError
@@ -24,6 +26,7 @@ class AnswerHead:
     prompt_tokens: int
     cached_tokens: int | None  # None: not known before the first event of the engine
     echo: dict[str, Any]
+    prompt_token_ids: tuple[int, ...] = ()  # only of a request with `return_token_ids`
 
 
 class Emitter(Protocol):
@@ -34,7 +37,7 @@ class Emitter(Protocol):
         """Before the first token."""
 
     def ping(self) -> str:
-        """Keeps the connection alive while a prompt is computed."""
+        """Keeps the connection alive while a prompt is computed; empty: nothing is sent."""
 
     def event(self, choice: int, event: AnswerEvent) -> Iterable[str]: ...
 
@@ -57,3 +60,7 @@ class Door:
     parse: Callable[[bytes | bytearray], ChatRequest]
     emitter: Callable[[AnswerHead], Emitter]
     error_document: Callable[[ApiError], dict[str, Any]]  # the envelope of an error
+    body: type[BaseModel] | None = None  # of a request, for the OpenAPI document
+    media_type: str = "text/event-stream"  # of a stream
+    count_path: str = ""  # of requests that are answered with the number of their prompt's tokens; empty: none
+    count_document: Callable[[int], dict[str, Any]] | None = None  # that answer

@@ -1,24 +1,27 @@
-"""Events of the engine as OpenAI responses: complete ones and streams, of chats and of completions.
+"""Events of the engine as the answer to a request: complete or as a stream, of any door and of /v1/completions.
 
 A request has one or more sequences; their events come through one queue, each with the index of its choice. When the
-client disconnects, all sequences of the request are cancelled.
+client disconnects, all sequences of the request are cancelled. `DoorAnswer` drives the emitter of a door: the text of
+each choice goes through a parser of the family's format, and what comes out goes to the emitter.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ktransformers.serve.doors.answer_events import CallEnd, Finish, TokenScores, Usage
+from ktransformers.serve.doors.door import AnswerHead, Door
+from ktransformers.serve.http.boundary import api_error
 from ktransformers.serve.http.error import UNAVAILABLE, ApiError
+from ktransformers.serve.http.json_slices import SSE_DONE, encode_json, sse_event
 from ktransformers.serve.http.prepare import PreparedRequest, TokenizedPrompt
 from ktransformers.serve.http.service import Service
-from ktransformers.serve.http.tools import ToolCall, ToolCallSplitter, parse_bare_call, parse_calls
 from ktransformers.serve.sampling.sampling import Score
 from ktransformers.serve.scheduler.engine import QueueFull, ServeEngine, Stopped, Unavailable
 from ktransformers.serve.scheduler.sequence import Event, GenerationRequest
@@ -59,6 +62,7 @@ class ResponseStream:
         self._engine = engine
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self.answers = [Completed() for _ in range(len(requests) * n)]
+        self.unfinished = len(self.answers)
         self._sequences: list[EngineSequence] = []
         for prompt_index, request in enumerate(requests):
             first: EngineSequence | None = None
@@ -91,27 +95,38 @@ class ResponseStream:
 
         return on_event
 
+    async def next_event(self, idle_seconds: float | None = None) -> tuple[int, Event] | None:
+        """The next event with the index of its choice; None if none has come for `idle_seconds`."""
+        try:
+            async with asyncio.timeout(idle_seconds):
+                choice, event = await self._events.get()
+        except TimeoutError:
+            return None
+        self.answers[choice].add(event)
+        if event.finish == "error":
+            raise ApiError(500, f"the answer could not be computed: {event.error}", code="engine_error")
+        if event.finish == "out_of_memory":
+            raise ApiError(503, event.error, code="out_of_memory")
+        if event.finish == "unavailable":
+            raise ApiError(503, event.error, code=UNAVAILABLE)
+        if event.finish == "timeout":
+            raise ApiError(504, "the answer was not complete in the time that the server allows", code="timeout")
+        self.unfinished -= event.finish is not None
+        return choice, event
+
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Events with the index of their choice, until all have ended. Closing the iterator early cancels the rest."""
-        unfinished = len(self.answers)
         try:
-            while unfinished:
-                choice, event = await self._events.get()
-                self.answers[choice].add(event)
-                if event.finish == "error":
-                    raise ApiError(500, f"the answer could not be computed: {event.error}", code="engine_error")
-                if event.finish == "out_of_memory":
-                    raise ApiError(503, event.error, code="out_of_memory")
-                if event.finish == "unavailable":
-                    raise ApiError(503, event.error, code=UNAVAILABLE)
-                if event.finish == "timeout":
-                    raise ApiError(
-                        504, "the answer was not complete in the time that the server allows", code="timeout"
-                    )
-                unfinished -= event.finish is not None
-                yield choice, event
+            while self.unfinished:
+                entry = await self.next_event()
+                if entry is not None:
+                    yield entry
         finally:
             self.cancel()
+
+    def cancel_choice(self, choice: int) -> None:
+        """End one sequence; its last event is still to come."""
+        self._engine.cancel(self._sequences[choice : choice + 1])
 
     async def complete(self) -> list[Completed]:
         async for _ in self.events():
@@ -126,47 +141,6 @@ class ResponseStream:
             "total_tokens": self.prompt_tokens + new,
             "prompt_tokens_details": {"cached_tokens": self.answers[0].cached},
         }
-
-
-@dataclass(frozen=True)
-class ResponseHeader:
-    """The fields that all parts of one response share."""
-
-    kind: str  # chat.completion, text_completion, chat.completion.chunk
-    model: str
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def __call__(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-        prefix = "cmpl" if self.kind == "text_completion" else "chatcmpl"
-        shared = {"id": f"{prefix}-{self.id}", "object": self.kind, "created": self.created, "model": self.model}
-        return {**shared, "choices": choices, **fields}
-
-
-def sse_event(document: dict[str, Any]) -> str:
-    return f"data: {encode_json(document)}\n\n"
-
-
-SSE_DONE = "data: [DONE]\n\n"
-JSON_SLICE = 256  # elements of a list that are encoded in one call
-
-
-def encode_json(value: Any) -> str:
-    """The text of `json.dumps`, in slices: one call holds the GIL until it is done, and log-probabilities of a long
-    prompt are tens of megabytes."""
-    if isinstance(value, dict):
-        fields = (f"{_dumps(key)}: {encode_json(entry)}" for key, entry in value.items())
-        return "{" + ", ".join(fields) + "}"
-    if not isinstance(value, list):
-        return _dumps(value)
-    if len(value) <= JSON_SLICE:
-        return "[" + ", ".join(encode_json(entry) for entry in value) + "]"
-    slices = (value[start : start + JSON_SLICE] for start in range(0, len(value), JSON_SLICE))
-    return "[" + ", ".join(_dumps(part)[1:-1] for part in slices) + "]"
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 class LogprobFormat:
@@ -221,90 +195,90 @@ class LogprobFormat:
         return list(prompt.offsets) if prompt.offsets is not None else self.offsets(scores, 0)
 
 
-class ChatCompletion:
-    """One request to /v1/chat/completions in progress: messages in, a message or tool calls out. A stream emits text as
-    it is generated until a tool call begins; calls are emitted complete, at the end."""
+PING_SECONDS = 5.0  # without anything to send, after which a stream is kept alive
 
-    def __init__(self, service: Service, prepared: PreparedRequest, responses: ResponseStream) -> None:
-        self._prepared, self.responses = prepared, responses
+
+class DoorAnswer:
+    """One request of a door in progress: events of the engine in, what the door's emitter makes of them out."""
+
+    def __init__(
+        self, door: Door, service: Service, prepared: PreparedRequest, responses: ResponseStream, request_id: str
+    ) -> None:
+        assert prepared.chat is not None
+        self.responses, self._prepared, self._request_id = responses, prepared, request_id
         self._logprob_format = LogprobFormat(service.tokenizer)
-
-    def _split(self, text: str) -> tuple[str | None, list[ToolCall]]:
-        if self._prepared.bare_call:
-            calls = parse_bare_call(text)
-            return (None, calls) if calls else (text, [])
-        if not self._prepared.parses_calls:
-            return text, []
-        before, calls = parse_calls(text, self._prepared.parameter_types)
-        return before or None if calls else before, calls
-
-    def document(self) -> dict[str, Any]:
-        """The whole response, when all choices have ended."""
-        head = ResponseHeader("chat.completion", self._prepared.model)
-        choices = [self._choice(index, answer) for index, answer in enumerate(self.responses.answers)]
-        return head(choices, usage=self.responses.usage(), **self._prompt_tokens())
-
-    def _prompt_tokens(self) -> dict[str, Any]:
-        return {"prompt_token_ids": list(self._prepared.prompts[0].tokens)} if self._prepared.return_token_ids else {}
-
-    def _choice(self, index: int, answer: Completed) -> dict[str, Any]:
-        content, calls = self._split(answer.text)
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if calls:
-            message["tool_calls"] = [call.to_json() for call in calls]
-        logprobs = None if self._prepared.logprobs is None else self._logprob_format.chat(answer.scores)
-        finish = "tool_calls" if calls else answer.finish
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+        self._parsers = [service.choice_parser(prepared) for _ in responses.answers]
+        self._single_call = not prepared.chat.parallel_calls
+        self._ended: set[int] = set()  # choices that ended before their sequence did
+        prompt = prepared.prompts[0].tokens
+        head = AnswerHead(
+            model=prepared.model or service.registry.served,
+            request_id=request_id,
+            choices=prepared.n,
+            prompt_tokens=len(prompt),
+            cached_tokens=None,
+            echo=prepared.chat.echo,
+            prompt_token_ids=prompt if prepared.chat.return_token_ids else (),
+        )
+        self._emitter = door.emitter(head)
 
     async def stream(self) -> AsyncIterator[str]:
-        head = ResponseHeader("chat.completion.chunk", self._prepared.model)
-        usage_field = {"usage": None} if self._prepared.usage_in_stream else {}
-        splitters = [ToolCallSplitter() for _ in self.responses.answers]
+        """Status 200 is sent before the first event, so an error is an event as well."""
+        try:
+            yield "".join(self._emitter.begin())
+            while self.responses.unfinished:
+                entry = await self.responses.next_event(PING_SECONDS)
+                if text := self._emitter.ping() if entry is None else "".join(self._emit(*entry)):
+                    yield text
+            yield "".join(self._emitter.end(self._usage()))
+        except Exception as error:
+            yield "".join(self._emitter.fail(api_error(error, self._request_id)))
+        finally:
+            self.responses.cancel()
 
-        def event_of(
-            index: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None, **fields: Any
-        ) -> str:
-            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-            return sse_event(head([choice], **usage_field, **fields))
-
-        for choice in range(len(splitters)):
-            yield event_of(choice, {"role": "assistant", "content": ""}, **self._prompt_tokens())
+    async def complete(self) -> str:
         async for choice, event in self.responses.events():
-            text = event.text
-            if self._prepared.bare_call:
-                text = ""
-            elif self._prepared.parses_calls:
-                text = splitters[choice].add(text)
-            wants_scores = self._prepared.logprobs is not None and event.scores
-            scores = self._logprob_format.chat(event.scores) if wants_scores else None
-            if text or scores:
-                yield event_of(choice, {"content": text}, scores)
-            if event.finish is not None:
-                rest, finish = self._final_delta(choice, splitters[choice], event.finish)
-                if rest:
-                    yield event_of(choice, rest)
-                yield event_of(choice, {}, None, finish)
-        if self._prepared.usage_in_stream:
-            yield sse_event(head([], usage=self.responses.usage()))
+            for _ in self._emit(choice, event):
+                pass
+        return await asyncio.to_thread(lambda: encode_json(self._emitter.document(self._usage())))
 
-    def _final_delta(self, choice: int, splitter: ToolCallSplitter, finish: str) -> tuple[dict[str, Any], str | None]:
-        """The delta with what was held back, tool calls or text, and the finish reason."""
-        held_text = self.responses.answers[choice].text if self._prepared.bare_call else splitter.end()
-        _, calls = self._split(held_text) if held_text else (None, [])
-        if calls:
-            numbered = [{"index": number, **call.to_json()} for number, call in enumerate(calls)]
-            return {"tool_calls": numbered}, "tool_calls"
-        return ({"content": held_text} if held_text else {}), finish
+    def _emit(self, choice: int, event: Event) -> Iterator[str]:
+        if choice in self._ended:
+            return
+        if event.scores and self._prepared.logprobs is not None:
+            content = self._logprob_format.chat(event.scores)["content"]
+            yield from self._emitter.event(choice, TokenScores(tuple(content)))
+        for one in self._parsers[choice].events(event):
+            yield from self._emitter.event(choice, one)
+            if self._single_call and isinstance(one, CallEnd):
+                self._ended.add(choice)
+                self.responses.cancel_choice(choice)
+                yield from self._emitter.finish(choice, Finish("stop"))
+                return
+        if event.finish is not None:
+            by_string = event.stop_string in self._prepared.stop_strings
+            finish = Finish("stop_string", event.stop_string) if by_string else Finish(event.finish)
+            yield from self._emitter.finish(choice, finish)
+
+    def _usage(self) -> Usage:
+        answers = self.responses.answers
+        reasoning = sum(parser.reasoning_tokens for parser in self._parsers)
+        return Usage(self.responses.prompt_tokens, answers[0].cached, sum(one.tokens for one in answers), reasoning)
 
 
 class Completion:
     """One request to /v1/completions in progress: text or tokens in, text out, with `echo` and log-probabilities of the
     prompt for scoring."""
 
-    def __init__(self, service: Service, prepared: PreparedRequest, responses: ResponseStream) -> None:
-        self._prepared, self.responses = prepared, responses
+    def __init__(self, service: Service, prepared: PreparedRequest, responses: ResponseStream, request_id: str) -> None:
+        self._prepared, self.responses, self._request_id = prepared, responses, request_id
         self._logprob_format = LogprobFormat(service.tokenizer)
-        self._head = ResponseHeader("text_completion", prepared.model)
+        self._model = prepared.model or service.registry.served
+        self._id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
+
+    def _head(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        shared = {"id": self._id, "object": "text_completion", "created": self._created, "model": self._model}
+        return {**shared, "choices": choices, **fields}
 
     def _prompt(self, choice: int) -> TokenizedPrompt:
         return self._prepared.prompts[choice // self._prepared.n]
@@ -325,7 +299,20 @@ class Completion:
             logprobs = self._logprob_format.completion(scores, offsets)
         return {"index": index, "text": echoed + answer.text, "logprobs": logprobs, "finish_reason": answer.finish}
 
+    async def complete(self) -> str:
+        await self.responses.complete()
+        return await asyncio.to_thread(lambda: encode_json(self.document()))
+
     async def stream(self) -> AsyncIterator[str]:
+        """Status 200 is sent before the first event, so an error is an event as well."""
+        try:
+            async for event in self._stream():
+                yield event
+        except Exception as error:
+            yield sse_event(api_error(error, self._request_id).to_json())
+        yield SSE_DONE
+
+    async def _stream(self) -> AsyncIterator[str]:
         text_lengths: dict[int, int] = {}  # index of a choice -> length of its text so far
         async for choice_index, event in self.responses.events():
             if event.prompt_scores:  # of thousands of tokens: not on the event loop

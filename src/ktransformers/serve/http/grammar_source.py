@@ -26,23 +26,23 @@ class GrammarSource:
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._llg_tokenizer: Any = None
-        self._compiled: OrderedDict[str, Any] = OrderedDict()  # schema as JSON -> LLMatcher, least recently used first
+        self._compiled: OrderedDict[str, Any] = OrderedDict()  # source -> LLMatcher, least recently used first
         self._lock = threading.Lock()
         self.compilations = 0
 
-    def compile(self, schema: str) -> Any:
-        """The LLMatcher of a JSON schema, at its beginning; copy it before use."""
+    def compile(self, source: str, *, is_schema: bool = True) -> Any:
+        """The LLMatcher of a JSON schema, or of a grammar of llguidance, at its beginning; copy it before use."""
         with self._lock:
-            matcher = self._compiled.get(schema)
+            matcher = self._compiled.get(source)
             if matcher is None:
-                matcher = self._compiled[schema] = self._compile(schema)
+                matcher = self._compiled[source] = self._compile(source, is_schema)
                 self.compilations += 1
-            self._compiled.move_to_end(schema)
+            self._compiled.move_to_end(source)
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
             return matcher
 
-    def _compile(self, schema: str) -> Any:
+    def _compile(self, source: str, is_schema: bool) -> Any:
         if importlib.util.find_spec(PACKAGE) is None:
             given = f"no package {PACKAGE}"
             raise InputError("response_format", given, "it installed", "pip install 'ktransformers[json]'")
@@ -51,7 +51,10 @@ class GrammarSource:
             hf_module = importlib.import_module(f"{PACKAGE}.hf")
             self._llg_tokenizer = hf_module.from_tokenizer(self._tokenizer, n_vocab=self._vocabulary)
         try:
-            grammar = guidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+            grammar = source
+            if is_schema:
+                defaults = {"whitespace_pattern": WHITESPACE}
+                grammar = guidance.LLMatcher.grammar_from_json_schema(source, defaults=defaults)
             matcher = guidance.LLMatcher(self._llg_tokenizer, grammar, log_level=0)
         except ValueError as error:
             raise InputError("response_format", _first_line(str(error)), "a JSON schema") from error

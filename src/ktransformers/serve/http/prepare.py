@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import inspect
 import json
+import os.path
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-from pydantic import BaseModel, ValidationError
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ktransformers.ground.errors import InputError
+from ktransformers.serve.doors.conversation import ChatRequest, Conversation, Generation, Reasoning, Tool, Turn
+from ktransformers.serve.doors.registry import DOOR_OF_NAME
+from ktransformers.serve.doors.template_messages import candidates, system_texts, template_tool
+from ktransformers.serve.formats import AnswerFormat, recognise
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.grammar_source import GrammarSource
 from ktransformers.serve.http.limits import (
@@ -28,23 +31,9 @@ from ktransformers.serve.http.limits import (
     check_schema,
     too_many_tokens,
 )
-from ktransformers.serve.http.protocol import ChatRequest, CommonRequest, CompletionRequest, Message, ToolChoice
-from ktransformers.serve.http.tools import CALL_OPEN, call_schema, parameter_types
+from ktransformers.serve.http.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest, parse_body
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
-GIVEN_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-)
-IMAGE_PARTS = {"image", "image_url", "input_image"}
-
-Body = TypeVar("Body", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,15 @@ class PrepareSettings:
     max_sequence_tokens: int
     eos: tuple[int, ...] = ()
     template: str = ""  # in place of the tokenizer's
+    model_type: str = ""  # by which the format of answers is recognised, with the template
+    tool_call_parser: str | None = None  # names a format of tool calls instead
+    reasoning_parser: str | None = None  # names a format of reasoning instead
+    strict_fields: bool = False  # unknown fields of a request are refused
     limits: RequestLimits = RequestLimits()  # noqa: RUF009 (frozen)
+
+    def answer_format(self, template: str) -> AnswerFormat:
+        """How answers are written that continue a prompt of this chat template."""
+        return recognise(self.model_type, template, self.tool_call_parser, self.reasoning_parser)
 
 
 @dataclass(frozen=True)
@@ -74,10 +71,32 @@ class TokenizedPrompt:
 
 
 @dataclass(frozen=True)
+class ThinkingBlock:
+    """Where thinking begins and ends, in tokens; for answers whose thinking is bounded or followed by a grammar."""
+
+    open: tuple[int, ...]
+    close: tuple[int, ...]
+    begun: bool  # the prompt has opened it
+    budget: int | None = None  # tokens
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """What parsing and emitting the answer to a conversation takes."""
+
+    prefix: str  # what the prompt already has of the answer
+    tools: tuple[Tool, ...] = ()
+    parallel_calls: bool = True
+    thinking: ThinkingBlock | None = None
+    return_token_ids: bool = False
+    echo: dict[str, Any] = field(default_factory=dict)  # of the door's own
+
+
+@dataclass(frozen=True)
 class PreparedRequest:
     """A valid request in the words of the engine; `serve/http/service.py` adds the adapter and the defaults."""
 
-    model: str
+    model: str | None  # None: the base
     prompts: tuple[TokenizedPrompt, ...]
     max_tokens: int
     n: int = 1
@@ -92,22 +111,9 @@ class PreparedRequest:
     ignore_eos: bool = False
     keep_special: bool = False
     schema: str | None = None  # JSON, of a response that has to follow it
-    parses_calls: bool = False
-    bare_call: bool = False  # the response is one tool call in JSON and nothing else
-    parameter_types: dict[str, dict[str, str]] = field(default_factory=dict)  # function -> parameter -> JSON type
-    is_chat: bool = False
-    return_token_ids: bool = False
-
-
-def parse_body(body: bytes | bytearray, kind: type[Body]) -> Body:
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            raise ApiError(400, f"{name}: given an unknown field", param=name) from error
-        raise ApiError(400, f"{name or 'body'}: {first['msg']}", param=name or None) from error
+    grammar: str | None = None  # of llguidance, that the whole response has to follow
+    ignored: tuple[str, ...] = ()  # names of fields without effect
+    chat: PreparedChat | None = None  # None: no conversation
 
 
 class RequestPreparer:
@@ -125,94 +131,102 @@ class RequestPreparer:
         ]
 
     def prepare(self, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]) -> PreparedRequest:
-        """`kind`: chat or completion; `templates`: chat templates by model name, of adapters that have their own."""
-        if kind == "chat":
-            return self.chat(parse_body(body, ChatRequest), templates)
-        return self.completion(parse_body(body, CompletionRequest))
+        """`kind`: a door's name, completion, tokenize or detokenize; `templates`: chat templates by model name, of
+        adapters that have their own."""
+        if kind in DOOR_OF_NAME:
+            return self.chat(DOOR_OF_NAME[kind].parse(body), templates)
+        if kind == "completion":
+            request, ignored = parse_body(body, CompletionRequest)
+            return self.completion(request, self._check_ignored(ignored))
+        if kind == "tokenize":
+            text, _ = parse_body(body, TokenizeRequest)
+            prompt = self._encode(text.prompt, 0, special=text.add_special_tokens)
+            return PreparedRequest(None, (prompt,), 0, echo=text.return_token_strs)
+        tokens, _ = parse_body(body, DetokenizeRequest)
+        prompt = self._token_prompt(tokens.tokens)
+        return PreparedRequest(None, (replace(prompt, text=self._tokenizer.decode(tokens.tokens)),), 0)
 
-    def completion(self, request: CompletionRequest) -> PreparedRequest:
-        max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    def completion(self, request: CompletionRequest, ignored: tuple[str, ...] = ()) -> PreparedRequest:
+        generation = request.generation(
+            COMPLETION_TOKENS if "max_tokens" not in request.model_fields_set else request.max_tokens, request.logprobs
+        )
         echo = bool(request.echo)
-        prompts = self._tokenize_prompts(request.prompt, max_tokens, echo)
+        prompts = self._tokenize_prompts(request.prompt, generation.max_tokens or 0, echo)
         if echo and request.logprobs is not None:
             scores = sum(len(prompt.tokens) for prompt in prompts) * (request.logprobs + 1)
             if scores > MAX_SCORES:
                 message = f"logprobs: given {scores} of the prompts' tokens, expected at most {MAX_SCORES} in a request"
                 raise ApiError(400, message, param="logprobs")
-        return self._prepared(request, prompts, max_tokens, request.logprobs, self._schema(request), echo=echo)
+        prepared = self._prepared(generation, prompts, ignored)
+        return replace(prepared, echo=echo, usage_in_stream=request.usage_in_stream)
 
     def chat(self, request: ChatRequest, templates: Mapping[str, ModelTemplate]) -> PreparedRequest:
+        conversation, generation = request.conversation, request.generation
         limits = self._settings.limits
-        check_count("messages", len(request.messages), limits.max_messages, "max-messages")
-        check_count("tools", len(request.tools or ()), limits.max_tools, "max-tools")
-        if request.top_logprobs and not request.logprobs:
-            raise ApiError(400, "top_logprobs: given without logprobs, expected logprobs: true", param="top_logprobs")
-        template = templates.get(request.model) or ModelTemplate(self._settings.template)
+        ignored = self._check_ignored(request.ignored)
+        check_count("messages", len(conversation.turns), limits.max_messages, "max-messages")
+        check_count("tools", len(conversation.tools), limits.max_tools, "max-tools")
+        template = templates.get(generation.model or "") or ModelTemplate(self._settings.template)
         text = template.text or str(self._tokenizer.chat_template or "")
         if not text:
             raise ApiError(400, "messages: given to a model without a chat template; use /v1/completions")
-        tools, schema = self._template_tools(request, text)
-        max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        prompt = self._render_prompt(request, tools, template, max_tokens)
-        if max_tokens is None:
-            max_tokens = max(1, self._settings.max_sequence_tokens - len(prompt.tokens))
-        logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        bare_call = schema is not None
-        return self._prepared(
-            request,
-            [prompt],
-            max_tokens,
-            logprobs,
-            schema if bare_call else self._schema(request),
-            bare_call=bare_call,
-            parses_calls=bool(tools) and not bare_call and CALL_OPEN in text,
-            is_chat=True,
-            return_token_ids=request.return_token_ids,
-            parameter_types=parameter_types(tools),
+        answer_format = self._settings.answer_format(text)
+        self._check_tools(conversation)
+        tools = () if conversation.tool_choice == "none" else conversation.tools
+        conversation = replace(conversation, tools=tools)
+        rendered, prefix = self._render(conversation, template, text, answer_format)
+        prompt = self._encode(rendered, 1, special=False)
+        # A limit that the context does not reach is no error: clients ask for the most that a model may answer.
+        left = max(1, self._settings.max_sequence_tokens - len(prompt.tokens))
+        max_tokens = left if generation.max_tokens is None else min(generation.max_tokens, left)
+        prepared = self._prepared(replace(generation, max_tokens=max_tokens), [prompt], ignored)
+        grammar = self._call_grammar(conversation, answer_format) if tools else None
+        if grammar is not None and conversation.tool_choice == "auto" and prepared.schema is not None:
+            grammar = None  # the schema is what the client asked for; a call would not follow it
+        schema = prepared.schema if grammar is None else None
+        chat = PreparedChat(
+            prefix,
+            tools,
+            conversation.parallel_calls,
+            self._thinking_block(conversation.reasoning, answer_format, prefix, schema is not None),
+            generation.return_token_ids,
+            request.echo,
         )
+        return replace(prepared, schema=schema, grammar=grammar, chat=chat)
+
+    def _check_ignored(self, ignored: tuple[str, ...]) -> tuple[str, ...]:
+        if ignored and self._settings.strict_fields:
+            message = f"{ignored[0]}: given an unknown field, expected none (--strict-fields)"
+            raise ApiError(400, message, param=ignored[0])
+        return ignored
 
     def _prepared(
-        self,
-        request: CommonRequest,
-        prompts: list[TokenizedPrompt],
-        max_tokens: int,
-        logprobs: int | None,
-        schema: Any,
-        *,
-        echo: bool = False,
-        bare_call: bool = False,
-        parses_calls: bool = False,
-        parameter_types: dict[str, dict[str, str]] | None = None,
-        is_chat: bool = False,
-        return_token_ids: bool = False,
+        self, generation: Generation, prompts: list[TokenizedPrompt], ignored: tuple[str, ...]
     ) -> PreparedRequest:
-        for prompt in prompts:
-            self._check_length(len(prompt.tokens), max_tokens)
-        bias = request.logit_bias or {}
-        for token in bias:
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        max_tokens = generation.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, self._settings.max_sequence_tokens - longest)
+        self._check_length(longest, max_tokens)
+        for token in generation.logit_bias:
             if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < self._settings.vocabulary):
                 raise ApiError(400, f"logit_bias: given {token!r}, expected a token's number", param="logit_bias")
+        logprobs = generation.logprobs
         return PreparedRequest(
-            model=request.model,
+            model=generation.model,
             prompts=tuple(prompts),
             max_tokens=max_tokens,
-            n=request.n or 1,
-            stream=bool(request.stream),
-            usage_in_stream=request.usage_in_stream,
+            n=generation.n,
+            stream=generation.stream,
             logprobs=None if logprobs is None else min(logprobs, self._settings.vocabulary),
-            echo=echo,
-            sampling={name: value for name in GIVEN_SAMPLING if (value := getattr(request, name)) is not None},
-            logit_bias=bias,
-            stop_strings=request.stop_strings(),
-            stop_tokens=tuple(request.stop_token_ids or ()),
-            ignore_eos=request.ignore_eos,
-            keep_special=not request.skip_special_tokens,
-            schema=None if schema is None else self._check_enforced(schema),
-            parses_calls=parses_calls,
-            bare_call=bare_call,
-            parameter_types=(parameter_types or {}) if parses_calls else {},
-            is_chat=is_chat,
-            return_token_ids=return_token_ids,
+            sampling=generation.sampling,
+            logit_bias=generation.logit_bias,
+            stop_strings=generation.stop_strings,
+            stop_tokens=generation.stop_tokens,
+            ignore_eos=generation.ignore_eos,
+            keep_special=generation.keep_special,
+            schema=None if generation.schema is None else self._check_enforced(generation.schema),
+            ignored=ignored,
         )
 
     def _tokenize_prompts(self, prompt: Any, max_tokens: int, echo: bool) -> list[TokenizedPrompt]:
@@ -274,19 +288,6 @@ class RequestPreparer:
         message = f"the prompt has {tokens} tokens and {max_tokens} are asked for; {limit} is the limit"
         return ApiError(400, message, param="max_tokens", code="context_length_exceeded")
 
-    def _schema(self, request: CommonRequest) -> Any:
-        """The JSON schema that response_format asks for; None: none."""
-        response_format = request.response_format
-        if response_format is None or response_format.type == "text":
-            return None
-        if response_format.type == "json_object":
-            return {"type": "object"}
-        if response_format.json_schema is None or response_format.json_schema.schema_ is None:
-            raise ApiError(
-                400, "response_format: given no schema, expected json_schema.schema", param="response_format"
-            )
-        return response_format.json_schema.schema_
-
     def _check_enforced(self, schema: Any) -> str:
         """The schema as JSON, once it is known that it can be enforced."""
         check_schema("response_format", schema, self._settings.limits)
@@ -299,77 +300,94 @@ class RequestPreparer:
             if token in plain:
                 message = f"response_format or tools: given {token!r} in a schema, expected no text of a special token"
                 raise ApiError(400, message, param="response_format")
-        try:
-            self._grammar_source.compile(text)
-        except InputError as error:
-            raise ApiError(400, str(error), param="response_format") from error
+        self._compile(text, "response_format")
         return text
 
-    def _template_tools(self, request: ChatRequest, template: str) -> tuple[list[dict[str, Any]], Any]:
-        """(tools for the chat template, JSON schema of the response if it has to be a tool call)."""
-        choice = request.tool_choice
-        if not request.tools:
-            if choice not in (None, "none", "auto"):
-                raise ApiError(400, "tool_choice: given without tools, expected tools", param="tool_choice")
-            return [], None
-        for tool in request.tools:
-            check_schema("tools", tool.function.parameters, self._settings.limits)
-        if choice == "none":
-            return [], None
-        if "tools" not in template:
-            raise ApiError(400, "tools: given to a model whose chat template does not support them", param="tools")
-        tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
-        if isinstance(choice, ToolChoice):
-            names = [tool["function"]["name"] for tool in tools]
-            if choice.function.name not in names:
-                raise ApiError(400, f"tool_choice: given {choice.function.name!r}, expected one of {names}")
-            return tools, call_schema(tools, choice.function.name)
-        return tools, call_schema(tools, None) if choice == "required" else None
-
-    def _render_prompt(
-        self, request: ChatRequest, tools: list[dict[str, Any]], template: ModelTemplate, max_tokens: int | None
-    ) -> TokenizedPrompt:
-        template_kwargs = request.chat_template_kwargs or {}
-        if self._reserved & set(template_kwargs):
-            clash = sorted(self._reserved & set(template_kwargs))[0]
-            raise ApiError(400, f"chat_template_kwargs: given {clash!r}, expected the template's own variables")
-        messages = [_template_message(message) for message in request.messages]
+    def _compile(self, source: str, param: str, *, is_schema: bool = True) -> None:
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools or None,
-                chat_template=template.text or None,
-                add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
-                continue_final_message=request.continue_final_message,
-                tokenize=False,
-                **template.special_tokens | template_kwargs,
+            self._grammar_source.compile(source, is_schema=is_schema)
+        except InputError as error:
+            raise ApiError(400, str(error), param=param) from error
+
+    def _check_tools(self, conversation: Conversation) -> None:
+        if not conversation.tools and conversation.tool_choice in ("required", "named"):
+            raise ApiError(400, "tool_choice: given without tools, expected tools", param="tool_choice")
+        for tool in conversation.tools:
+            check_schema("tools", tool.parameters, self._settings.limits)
+        names = [tool.name for tool in conversation.tools]
+        for name in conversation.chosen_tools:
+            if name not in names:
+                raise ApiError(400, f"tool_choice: given {name!r}, expected one of {names}", param="tool_choice")
+
+    def _call_grammar(self, conversation: Conversation, answer_format: AnswerFormat) -> str | None:
+        """What the answer has to follow so that its tool calls are what was asked for; None: nothing."""
+        grammar = answer_format.constraint(
+            conversation.tools,
+            conversation.tool_choice,
+            conversation.chosen_tools,
+            conversation.parallel_calls,
+            conversation.reasoning,
+        )
+        if grammar is not None:
+            self._compile(grammar, "tools", is_schema=False)
+        return grammar
+
+    def _thinking_block(
+        self, reasoning: Reasoning, answer_format: AnswerFormat, prefix: str, has_schema: bool
+    ) -> ThinkingBlock | None:
+        if answer_format.thinking is None:
+            return None
+        opens, closes = answer_format.thinking
+        begun = prefix.rfind(opens) > prefix.rfind(closes)
+        if reasoning.budget is None and not (begun and has_schema):
+            return None
+        tokens = [tuple(self._tokenizer(mark, add_special_tokens=False)["input_ids"]) for mark in (opens, closes)]
+        return ThinkingBlock(tokens[0], tokens[1], begun, reasoning.budget)
+
+    def _render(
+        self, conversation: Conversation, template: ModelTemplate, template_text: str, answer_format: AnswerFormat
+    ) -> tuple[str, str]:
+        """The prompt, and what of it is the beginning of the answer."""
+        if self._reserved & set(conversation.template_kwargs):
+            clash = sorted(self._reserved & set(conversation.template_kwargs))[0]
+            raise ApiError(400, f"chat_template_kwargs: given {clash!r}, expected the template's own variables")
+        variables = {
+            **template.special_tokens,
+            **answer_format.template_variables(conversation.reasoning),
+            **conversation.template_kwargs,
+        }
+        tools: list[dict[str, Any]] | None = [template_tool(tool) for tool in conversation.tools] or None
+        turns = conversation.turns
+        if tools and "tools" not in template_text:
+            turns = (Turn("system", answer_format.default_tools_prompt(conversation.tools)), *turns)
+            tools = None
+
+        def render(messages: list[dict[str, Any]], generation_prompt: bool, continue_final: bool = False) -> str:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages,
+                    tools=tools,
+                    chat_template=template.text or None,
+                    add_generation_prompt=generation_prompt,
+                    continue_final_message=continue_final,
+                    tokenize=False,
+                    **variables,
+                )
             )
-        except Exception as error:  # a template may raise anything
-            message = f"messages: the model's chat template refuses them ({type(error).__name__}: {error})"
-            raise ApiError(400, message, param="messages") from error
-        return self._encode(text, 1 if max_tokens is None else max_tokens, special=False)
 
-
-def _template_message(message: Message) -> dict[str, Any]:
-    """A message as chat templates expect it: one string of text, arguments of tool calls as objects."""
-    document = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        for part in message.content:
-            if part.type in IMAGE_PARTS:
-                given = f"messages: given an image ({part.type}), expected text: this server takes no images"
-                raise ApiError(400, given, param="messages", code="unsupported_content")
-            if part.text is None:
-                given = f"messages: given a part of type {part.type!r}, expected text"
-                raise ApiError(400, given, param="messages", code="unsupported_content")
-        document["content"] = "".join(part.text or "" for part in message.content)
-    document.setdefault("content", "")
-    if document["role"] == "developer":  # OpenAI's newer name, which templates do not know
-        document["role"] = "system"
-    for call in document.get("tool_calls", []):
-        arguments = call["function"].get("arguments")
-        if isinstance(arguments, str):
+        continues = conversation.continue_final_turn
+        refusal: Exception | None = None
+        texts = system_texts(turns)
+        for messages in candidates(turns):
             try:
-                call["function"]["arguments"] = json.loads(arguments)
-            except (ValueError, RecursionError):
+                prompt = render(messages, conversation.add_generation_prompt and not continues, continues)
+                if not all(text in prompt for text in texts):
+                    continue
+                before = render(messages[:-1] if continues else messages, False)
+            except Exception as error:  # a template may raise anything
+                refusal = refusal or error
                 continue
-    return document
+            return prompt, prompt[len(os.path.commonprefix([prompt, before])) :]
+        reason = "it leaves out a system message" if refusal is None else f"{type(refusal).__name__}: {refusal}"
+        message = f"messages: the model's chat template refuses them ({reason})"
+        raise ApiError(400, message, param="messages") from refusal

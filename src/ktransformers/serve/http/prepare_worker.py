@@ -22,18 +22,21 @@ import struct
 import sys
 import traceback
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ktransformers.ground.errors import is_panic
+from ktransformers.serve.doors.conversation import Tool
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.limits import RequestLimits
 from ktransformers.serve.http.prepare import (
     ModelTemplate,
+    PreparedChat,
     PreparedRequest,
     PrepareSettings,
     RequestPreparer,
+    ThinkingBlock,
     TokenizedPrompt,
 )
 
@@ -136,7 +139,7 @@ def prepared_frame(request: PreparedRequest) -> tuple[dict[str, Any], bytes]:
         numbers.extend(prompt.tokens)
         numbers.extend(prompt.offsets or ())
         prompts.append({"text": prompt.text, "tokens": len(prompt.tokens), "has_offsets": prompt.offsets is not None})
-    document = {name.name: getattr(request, name.name) for name in dataclasses.fields(request)}
+    document = dataclasses.asdict(dataclasses.replace(request, prompts=()))
     return {"prepared": document | {"prompts": prompts}}, numbers.tobytes()
 
 
@@ -154,8 +157,17 @@ def prepared_of(document: dict[str, Any], block: bytes) -> PreparedRequest:
         tokens = take(prompt["tokens"])
         offsets = take(prompt["tokens"]) if prompt["has_offsets"] else None
         prompts.append(TokenizedPrompt(prompt["text"], tokens, offsets))
-    lists: dict[str, Sequence[Any]] = {name: tuple(document[name]) for name in ("stop_strings", "stop_tokens")}
-    return PreparedRequest(**document | lists | {"prompts": tuple(prompts)})
+    lists: dict[str, Any] = {name: tuple(document[name]) for name in ("stop_strings", "stop_tokens", "ignored")}
+    chat = None if document["chat"] is None else chat_of(document["chat"])
+    return PreparedRequest(**document | lists | {"prompts": tuple(prompts), "chat": chat})
+
+
+def chat_of(document: dict[str, Any]) -> PreparedChat:
+    thinking = document["thinking"]
+    if thinking is not None:
+        thinking = ThinkingBlock(**thinking | {"open": tuple(thinking["open"]), "close": tuple(thinking["close"])})
+    tools = tuple(Tool(**tool) for tool in document["tools"])
+    return PreparedChat(**document | {"tools": tools, "thinking": thinking})
 
 
 def error_frame(error: ApiError, unexpected: str = "") -> tuple[dict[str, Any], bytes]:

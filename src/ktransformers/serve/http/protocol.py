@@ -1,18 +1,35 @@
 """Request bodies as OpenAI defines them, with the fields that vLLM and SGLang add, validated by pydantic.
 
-Fields of OpenAI without an effect here are accepted and ignored; an unknown field is refused, as OpenAI's server does.
-Types are strict: a number in quotes is not a number.
+Types are strict: a number in quotes is not a number. Fields of OpenAI without an effect here are accepted. So are
+unknown fields, whose names `parse_body` returns: every client has a few of its own provider's.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+import reprlib
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from ktransformers.serve.doors.conversation import Generation
+from ktransformers.serve.http.error import ApiError
 
 MAX_TOP_LOGPROBS = 20  # alternatives that a request may ask for
 MAX_LOGIT_BIAS = 1024  # tokens with a bias
 MAX_STOP_TOKENS = 1024
+GIVEN_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
 
 Count = Annotated[int, Field(ge=0, le=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -24,34 +41,132 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
-class StrictModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+class KnownFields(BaseModel):
+    """Unknown fields are kept apart, so that they can be named."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
 
 class OpenModel(BaseModel):
+    """Unknown fields belong to the document, as those of a message do, which templates read."""
+
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class StreamOptions(StrictModel):
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse_body(body: bytes | bytearray, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
+    """The request, and the names of its fields that nothing here knows."""
+    try:
+        request = kind.model_validate_json(body)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        try:
+            document = json.loads(body)
+        except (ValueError, RecursionError):
+            raise ApiError(400, f"body: {errors[0]['msg']}") from error
+        name, message = _describe_errors(errors, document)
+        raise ApiError(400, message, param=name or None) from error
+    return request, tuple(_unknown_fields(request, ""))
+
+
+def _unknown_fields(request: BaseModel, prefix: str) -> Iterator[str]:
+    yield from (f"{prefix}{name}" for name in request.model_extra or ())
+    for name in request.model_fields_set & set(type(request).model_fields):
+        value = getattr(request, name)
+        if isinstance(value, KnownFields):
+            yield from _unknown_fields(value, f"{prefix}{name}.")
+
+
+# pydantic's type of an error -> what is expected; names in braces are of the error's context.
+EXPECTED = {
+    "missing": "a value, which is required",
+    "string_type": "text",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "none_required": "null",
+    "literal_error": "{expected}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "string_too_long": "at most {max_length} characters",
+    "string_too_short": "at least {min_length} characters",
+    "string_pattern_mismatch": "text that matches {pattern}",
+    "string_unicode": "Unicode text",
+    "too_long": "at most {max_length} entries",
+    "too_short": "at least {min_length} entries",
+}
+
+
+def _describe_errors(errors: list[ErrorDetails], document: Any) -> tuple[str, str]:
+    """(name of the first wrong field, what was given and expected there). A field of several types has an error for
+    each of them, at a place that names the type as well."""
+    name = _field_name(errors[0], document)
+    same = [one for one in errors if _field_name(one, document) == name]
+    expected = [EXPECTED.get(one["type"], one["msg"]).format_map(one.get("ctx", {})) for one in same]
+    given = "nothing" if errors[0]["type"] == "missing" else reprlib.repr(errors[0]["input"])
+    return name, f"{name or 'body'}: given {given}, expected {' or '.join(dict.fromkeys(expected))}"
+
+
+def _field_name(error: ErrorDetails, document: Any) -> str:
+    names: list[str] = []
+    for part in error["loc"]:
+        if (isinstance(document, dict) and part in document) or (
+            isinstance(document, list) and isinstance(part, int) and part < len(document)
+        ):
+            document = document[part]
+        elif error["type"] != "missing" or part != error["loc"][-1]:
+            continue  # the name of a type
+        names.append(str(part))
+    return ".".join(names)
+
+
+class StreamOptions(KnownFields):
     include_usage: bool = False
-    include_obfuscation: bool = False  # accepted, unused
+    # Accepted without effect: OpenAI's padding, and usage in every part of vLLM's and SGLang's streams.
+    include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
 
 
-class JsonSchema(StrictModel):
+class JsonSchema(KnownFields):
     name: str
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
     description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(StrictModel):
+class ResponseFormat(KnownFields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class CommonRequest(StrictModel):
-    model: ModelName
-    max_tokens: Count | None = None
+class StructuredOutputs(KnownFields):
+    """vLLM's; of its kinds of constraints only a JSON schema."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+
+
+def _as_unlimited(value: Any) -> Any:
+    """-1 as some clients send it for no limit."""
+    return None if value == -1 and not isinstance(value, bool) else value
+
+
+MaxTokens = Annotated[Count | None, BeforeValidator(_as_unlimited)]
+
+
+class CommonRequest(KnownFields):
+    model: ModelName | None = None  # none: the one that is served
+    max_tokens: MaxTokens = None
     temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
@@ -71,6 +186,8 @@ class CommonRequest(StrictModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None  # vLLM's of earlier releases
+    structured_outputs: StructuredOutputs | None = None
     # OpenAI's, accepted and ignored
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -84,83 +201,85 @@ class CommonRequest(StrictModel):
     def usage_in_stream(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    def schema(self) -> Any:
+        """The JSON schema that the answer has to follow; None: none."""
+        wanted = self.response_format
+        if wanted is not None and wanted.type == "json_schema":
+            if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+                message = "response_format: given no schema, expected json_schema.schema"
+                raise ApiError(400, message, param="response_format")
+            return wanted.json_schema.schema_
+        if wanted is not None and wanted.type == "json_object":
+            return {"type": "object"}
+        if self.guided_json is not None:
+            return _read_schema("guided_json", self.guided_json)
+        if self.structured_outputs is None:
+            return None
+        if self.structured_outputs.json_ is not None:
+            return _read_schema("structured_outputs.json", self.structured_outputs.json_)
+        return {"type": "object"} if self.structured_outputs.json_object else None
+
+    def generation(self, max_tokens: int | None, logprobs: int | None, *, return_token_ids: bool = False) -> Generation:
+        return Generation(
+            model=self.model or None,
+            max_tokens=max_tokens,
+            n=self.n or 1,
+            stream=bool(self.stream),
+            sampling={name: value for name in GIVEN_SAMPLING if (value := getattr(self, name)) is not None},
+            logit_bias=self.logit_bias or {},
+            stop_strings=self.stop_strings(),
+            stop_tokens=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            keep_special=not self.skip_special_tokens,
+            logprobs=logprobs,
+            schema=self.schema(),
+            return_token_ids=return_token_ids,
+        )
+
+
+def _read_schema(name: str, given: dict[str, Any] | str) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError) as error:
+        message = f"{name}: given text that is no JSON ({error}), expected a JSON schema"
+        raise ApiError(400, message, param=name) from error
+
+
+def _no_suffix(suffix: str) -> str:
+    if suffix:
+        raise PydanticCustomError("no_suffix", "no text: this server does not fill in the middle")
+    return suffix
+
 
 class CompletionRequest(CommonRequest):
     prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Literal[1] | None = None  # as many candidates as are returned
-    suffix: Annotated[str, Field(max_length=0)] | None = None  # no fill-in-the-middle
+    suffix: Annotated[str, AfterValidator(_no_suffix)] | None = None
 
 
-class ContentPart(OpenModel):
-    type: str
-    text: str | None = None
+class TokenizeRequest(KnownFields):
+    """vLLM's for text; with `messages` the body is that of a chat completion."""
+
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
 
 
-class CalledFunction(OpenModel):
-    name: str
-    arguments: str | dict[str, Any] | None = None
+class DetokenizeRequest(KnownFields):
+    tokens: Tokens
 
 
-class ToolCallMessage(OpenModel):
-    function: CalledFunction
-
-
-class Message(OpenModel):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
-    tool_calls: list[ToolCallMessage] | None = None
-
-
-class Function(OpenModel):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(OpenModel):
-    type: Literal["function"]
-    function: Function
-
-
-class ChosenFunction(OpenModel):
-    name: str
-
-
-class ToolChoice(OpenModel):
-    type: Literal["function"]
-    function: ChosenFunction
-
-
-class ChatRequest(CommonRequest):
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    return_token_ids: bool = False  # vLLM's: the rendered prompt as `prompt_token_ids`
-    # OpenAI's, accepted and ignored
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    modalities: list[str] | None = None
-    verbosity: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-
-
-class LoadAdapter(StrictModel):
+class LoadAdapter(KnownFields):
     lora_name: Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=256)]
     lora_path: Annotated[str, Field(min_length=1)]
     load_inplace: bool = False  # replace a loaded adapter of the same name
     pinned: bool | None = None  # SGLang's, ignored
 
 
-class UnloadAdapter(StrictModel):
+class UnloadAdapter(KnownFields):
     lora_name: str
     lora_int_id: int | None = None  # vLLM's, ignored

@@ -8,25 +8,31 @@ SGLang, otherwise from OpenAI's defaults. An invalid request raises ApiError her
 from __future__ import annotations
 
 import functools
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ktransformers.ground.errors import InputError
 from ktransformers.serve.cache.cache_kinds import bytes_by_kind, describe_tier
+from ktransformers.serve.doors.conversation import ChatRequest
+from ktransformers.serve.formats import AnswerFormat
+from ktransformers.serve.http.choice_parser import ChoiceParser
 from ktransformers.serve.http.error import ApiError
-from ktransformers.serve.http.grammar import SchemaMatcher
+from ktransformers.serve.http.grammar import SchemaMatcher, ThinkingLimit
 from ktransformers.serve.http.grammar_source import GrammarSource
 from ktransformers.serve.http.limits import RequestLimits
 from ktransformers.serve.http.prepare import ModelTemplate, PreparedRequest, PrepareSettings, RequestPreparer
 from ktransformers.serve.http.prepare_pool import PreparePool
-from ktransformers.serve.http.protocol import ChatRequest, CompletionRequest
+from ktransformers.serve.http.protocol import CompletionRequest
 from ktransformers.serve.http.registry import Registry, UnknownModel
 from ktransformers.serve.sampling.sampling import Sampling
 from ktransformers.serve.scheduler.engine import ServeEngine
 from ktransformers.serve.scheduler.lora import LoadedAdapter
-from ktransformers.serve.scheduler.sequence import GenerationRequest
+from ktransformers.serve.scheduler.sequence import GenerationRequest, Grammar
+
+VENDOR_MODELS = ("claude-", "gpt-")
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,16 @@ class PrepareOptions:
     seconds: float = 10.0
 
 
+@dataclass(frozen=True)
+class DoorOptions:
+    """How requests are read, and the formats of answers where flags name them."""
+
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    strict_fields: bool = False  # unknown fields are refused
+    strict_model_names: bool = False  # names of other vendors' models are refused
+
+
 class Service:
     def __init__(
         self,
@@ -66,10 +82,12 @@ class Service:
         kv_bytes_per_token: int = 0,
         request_limits: RequestLimits | None = None,
         prepare: PrepareOptions | None = None,
+        doors: DoorOptions | None = None,
     ) -> None:
         self.engine, self.registry, self.tokenizer, self.timeout = engine, registry, tokenizer, timeout
         self.request_limits = request_limits or RequestLimits()
         self.prepare_options = prepare or PrepareOptions()
+        self.door_options = doors or DoorOptions()
         self.vocabulary = int(engine.forward.model.get_input_embeddings().weight.shape[0])
         self.defaults = GenerationDefaults.of(getattr(engine.forward.model, "generation_config", None), tokenizer)
         self.grammar_source = GrammarSource(tokenizer, self.vocabulary)
@@ -102,7 +120,33 @@ class Service:
     @property
     def prepare_settings(self) -> PrepareSettings:
         eos = tuple(sorted(self.defaults.eos))
-        return PrepareSettings(self.vocabulary, self.max_sequence_tokens, eos, self._template, self.request_limits)
+        options = self.door_options
+        return PrepareSettings(
+            vocabulary=self.vocabulary,
+            max_sequence_tokens=self.max_sequence_tokens,
+            eos=eos,
+            template=self._template,
+            model_type=str(self.engine.forward.model.config.model_type),
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
+            strict_fields=options.strict_fields,
+            limits=self.request_limits,
+        )
+
+    def answer_format(self, adapter: LoadedAdapter | None) -> AnswerFormat:
+        return self.prepare_settings.answer_format(self.template_of(adapter) or "")
+
+    @functools.cached_property
+    def _special_text(self) -> re.Pattern[str] | None:
+        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
+
+    def choice_parser(self, prepared: PreparedRequest) -> ChoiceParser:
+        """A parser of one answer to a conversation."""
+        assert prepared.chat is not None
+        answer_format = self.answer_format(self.find(prepared.model))
+        parser = answer_format.parser(prepared.chat.prefix, prepared.chat.tools)
+        return ChoiceParser(parser, None if prepared.keep_special else self._special_text)
 
     def make_pool(self) -> PreparePool:
         options = self.prepare_options
@@ -136,40 +180,51 @@ class Service:
         differs = self._template != "" or adapter.template.differs_from(self.tokenizer)
         return "adapter" if differs else "base"
 
-    def chat(self, request: ChatRequest) -> GenerationRequest:
-        """Prepared in this process."""
-        return self.generation_requests(self.preparer.chat(request, self.templates()))[0]
+    def chat(self, request: ChatRequest) -> tuple[GenerationRequest, ChoiceParser]:
+        """Prepared in this process, with the parser of the answer."""
+        prepared = self.preparer.chat(request, self.templates())
+        return self.generation_requests(prepared)[0], self.choice_parser(prepared)
 
     def completion(self, request: CompletionRequest) -> GenerationRequest:
         """Of its first prompt, prepared in this process."""
         return self.generation_requests(self.preparer.completion(request))[0]
 
-    def find(self, name: str) -> LoadedAdapter | None:
+    def find(self, name: str | None) -> LoadedAdapter | None:
+        """The adapter that a request names; None: the base. Clients that know one vendor's models ask for these
+        whatever is served, so such names are the base's too."""
+        if name is None:
+            name = self.registry.served
         try:
             return self.registry.find(name)
         except UnknownModel as error:
+            if name.startswith(VENDOR_MODELS) and not self.door_options.strict_model_names:
+                return self.registry.find(self.registry.served)
             raise ApiError(404, str(error), param="model", code="model_not_found") from error
 
     def generation_requests(self, prepared: PreparedRequest, request_id: str = "") -> list[GenerationRequest]:
         """One for each prompt."""
         adapter = self.find(prepared.model)
-        grammar = None
-        if prepared.schema is not None:
+        grammar: Callable[[], Grammar] | None = None
+        chat, source = prepared.chat, prepared.grammar or prepared.schema
+        if source is not None:
             try:
-                compiled = self.grammar_source.compile(prepared.schema)
+                compiled = self.grammar_source.compile(source, is_schema=prepared.grammar is None)
             except InputError as error:
                 raise ApiError(400, str(error), param="response_format") from error
             grammar = functools.partial(SchemaMatcher, compiled)
-        own = adapter.template if adapter is not None and prepared.is_chat and not prepared.ignore_eos else None
+        own = adapter.template if adapter is not None and chat is not None and not prepared.ignore_eos else None
         eos = frozenset[int]() if prepared.ignore_eos else self.defaults.eos
+        stop_tokens = eos | frozenset(prepared.stop_tokens) | (frozenset() if own is None else own.stop_tokens)
+        if chat is not None and chat.thinking is not None:
+            grammar = functools.partial(ThinkingLimit, chat.thinking, grammar, stop_tokens)
         first = GenerationRequest(
             prompt=(),
             max_tokens=prepared.max_tokens,
             sampling=self._sampling(prepared),
             adapter=adapter,
             stop_strings=prepared.stop_strings + (() if own is None else own.stop_strings),
-            stop_tokens=eos | frozenset(prepared.stop_tokens) | (frozenset() if own is None else own.stop_tokens),
-            keep_special=prepared.keep_special,
+            stop_tokens=stop_tokens,
+            keep_special=prepared.keep_special or chat is not None,  # formats are written in special tokens
             logprobs=prepared.logprobs,
             prompt_logprobs=prepared.echo and prepared.logprobs is not None,
             grammar=grammar,

@@ -43,6 +43,7 @@ class Event:
     tokens: int = 0  # sampled so far
     cached: int = 0  # prompt tokens found in the KV cache
     error: str = ""
+    stop_string: str | None = None  # that ended the text
 
 
 @dataclass(frozen=True)
@@ -126,4 +127,5 @@ class Sequence:
         if self.finished:
             return
         self.finished = True
-        self.deliver(Event(text, scores, (), finish, self.new_count, self.cached, error))
+        stopped = self.text.stopped
+        self.deliver(Event(text, scores, (), finish, self.new_count, self.cached, error, stopped))
