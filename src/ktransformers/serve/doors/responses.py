@@ -1,8 +1,8 @@
-"""OpenAI's Responses API: `/v1/responses`, as Codex, the `openai` client and LangChain speak it.
+"""OpenAI's Responses API, as Codex, the `openai` client and LangChain speak it.
 
-Nothing is stored: `store` is accepted and has no effect, and a request that refers to a stored response, item or prompt
-is refused with what to send instead. What a client sends back of our own answers becomes the same turns again; a
-reasoning item keeps its text in `encrypted_content` if the request includes that, since Codex returns nothing else.
+Nothing is stored: `store` has no effect, and a request that refers to something stored is refused with what to send
+instead. What a client sends back of our answers becomes the same turns again; since some clients return nothing else
+of a reasoning item, its text is also in `encrypted_content`, readable, where the request includes that.
 
 A namespace's tools are offered to the model as `namespace__tool`. A custom tool, whose input is free text, is offered
 as a function with one string parameter; its grammar is shown to the model and is not enforced.
@@ -11,15 +11,14 @@ as a function with one string parameter; its grammar is shown to the model and i
 from __future__ import annotations
 
 import base64
-import binascii
-import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Discriminator, Field, Tag
 from pydantic_core import from_json
 
 from ktransformers.serve.doors.answer_events import (
@@ -30,120 +29,25 @@ from ktransformers.serve.doors.answer_events import (
     Finish,
     ReasoningDelta,
     TextDelta,
+    TokenScores,
     Usage,
 )
-from ktransformers.serve.doors.conversation import Call, ChatRequest, Conversation, Generation, Reasoning, Tool, Turn
+from ktransformers.serve.doors.conversation import Call, ChatRequest, Conversation, Reasoning, Tool, ToolChoice, Turn
 from ktransformers.serve.doors.door import AnswerHead, Door
+from ktransformers.serve.doors.template_messages import read_arguments
 from ktransformers.serve.http.error import ApiError, bounded
+from ktransformers.serve.http.json_slices import sse_event
+from ktransformers.serve.http.protocol import MAX_TOP_LOGPROBS, CommonRequest, OpenModel, parse_body
 
 CUSTOM_PARAMETER = "input"  # of the function that stands for a custom tool
-ENCRYPTED_REASONING = "include reasoning.encrypted_content"
-REASONING_PREFIX = "kt1:"  # before reasoning of ours in `encrypted_content`
-# Items of tools that a provider runs, and notes of a client to a provider. They are left out of the conversation.
-SKIPPED_ITEMS = frozenset(
-    """additional_tools code_interpreter_call compaction compaction_trigger computer_call computer_call_output
-    configuration_update context_compaction file_search_call image_generation_call local_shell_call
-    local_shell_call_output mcp_approval_request mcp_approval_response mcp_call mcp_list_tools shell_call
-    shell_call_output tool_search_call tool_search_output web_search_call""".split()
-)
-ERROR_CODES = {429: "rate_limit_exceeded", 503: "server_is_overloaded"}  # on which clients wait and try again
+REASONING_PREFIX = "kt1:"  # of `encrypted_content` that is ours
+# Items that are not for the model: calls of tools that a provider runs, and notes of a client to a provider.
+SKIPPED_ITEMS = ("_call", "_call_output", "_search_output", "_tools", "_update", "compaction", "compaction_trigger")
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class Fields(BaseModel):
-    """A JSON object whose known fields have the right type, and that may have others."""
-
-    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
-
-
-class FunctionTool(Fields):
-    type: Literal["function"]
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolFormat(Fields):
-    type: Literal["text", "grammar"]
-    syntax: Literal["lark", "regex"] | None = None
-    definition: str | None = None
-
-
-class CustomTool(Fields):
-    type: Literal["custom"]
-    name: Name
-    description: str | None = None
-    format: ToolFormat | None = None
-
-
-class NamespaceTool(Fields):
-    type: Literal["namespace"]
-    name: Name
-    description: str = ""
-    tools: list[dict[str, Any]]
-
-
-class ToolReference(Fields):
-    type: str
-    name: Name | None = None
-    namespace: str | None = None
-    mode: Literal["auto", "required"] = "auto"  # of allowed_tools
-    tools: list[dict[str, Any]] = []  # of allowed_tools
-
-
-class ReasoningOptions(Fields):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto", "concise", "detailed", "none"] | None = None
-
-
-class TextFormat(Fields):
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-
-
-class TextOptions(Fields):
-    format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-
-
-class ResponsesRequest(Fields):
-    model: Annotated[str, Field(max_length=1024)] | None = None
-    input: str | list[dict[str, Any]] | None = None
-    instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: ReasoningOptions | None = None
-    text: TextOptions | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
-    include: list[str] | None = None
-    stream: bool | None = None
-    previous_response_id: str | None = None
-    conversation: str | dict[str, Any] | None = None
-    prompt: dict[str, Any] | None = None
-    background: bool | None = None
-    # The following are accepted and have no effect.
-    store: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    client_metadata: dict[str, Any] | None = None
-    stream_options: dict[str, Any] | None = None
-    max_tool_calls: int | None = None
-    user: str | None = None
-
-
-class ContentPart(Fields):
+class ContentPart(OpenModel):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -152,357 +56,361 @@ class ContentPart(Fields):
 Content = str | list[ContentPart]
 
 
-class MessageItem(Fields):
+class MessageItem(OpenModel):
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
 
 
-class AgentMessageItem(Fields):
+class AgentMessageItem(OpenModel):
+    """From another agent of Codex."""
+
     content: Content
 
 
-class FunctionCallItem(Fields):
+class CalledItem(OpenModel):
+    """Of a function, with arguments, or of a custom tool, with its input."""
+
+    type: Literal["function_call", "custom_tool_call"]
     call_id: str
     name: Name
     namespace: str | None = None
-    arguments: str
+    arguments: str = ""
+    input: str = ""
 
 
-class CustomCallItem(Fields):
-    call_id: str
-    name: Name
-    namespace: str | None = None
-    input: str
-
-
-class OutputItem(Fields):
+class CallOutputItem(OpenModel):
     call_id: str
     output: Content
 
 
-class ReasoningItem(Fields):
-    summary: list[ContentPart] = []
+class ReasoningItem(OpenModel):
+    summary: list[ContentPart] | None = None
     content: list[ContentPart] | None = None
     encrypted_content: str | None = None
 
 
-Known = TypeVar("Known", bound=BaseModel)
+class OtherItem(OpenModel):
+    type: str
 
 
-def _validated(kind: type[Known], value: Any, where: str = "") -> Known:
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        name = ".".join(part for part in (where, *map(str, first["loc"])) if part)
-        if first["type"] == "missing":
-            raise ApiError(400, f"{name}: given nothing, expected a value", param=name) from error
-        expected = first["msg"].removeprefix("Input should be ")
-        given = bounded(repr(first["input"]), 100)
-        raise ApiError(400, f"{name}: given {given}, expected {expected}", param=name) from error
+class FunctionTool(OpenModel):
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class InputFormat(OpenModel):
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class CustomTool(OpenModel):
+    type: Literal["custom"]
+    name: Name
+    description: str | None = None
+    format: InputFormat | None = None
+
+
+class OtherTool(OpenModel):
+    type: str
+
+
+ITEM_TAGS = {
+    "function_call": "called",
+    "custom_tool_call": "called",
+    "function_call_output": "output",
+    "custom_tool_call_output": "output",
+    "reasoning": "reasoning",
+    "agent_message": "agent_message",
+    "message": "message",
+}
+TOOL_TAGS = {"function": "function", "custom": "custom", "namespace": "namespace"}
+
+
+def _tag(document: Any, tags: Mapping[str, str], default: str | None = None) -> str:
+    kind = document.get("type", default) if isinstance(document, dict) else None
+    return tags.get(kind, "other") if isinstance(kind, str) else "other"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[AgentMessageItem, Tag("agent_message")]
+    | Annotated[CalledItem, Tag("called")]
+    | Annotated[CallOutputItem, Tag("output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[OtherItem, Tag("other")],
+    Discriminator(lambda document: _tag(document, ITEM_TAGS, "message")),
+]
+
+
+class NamespaceTool(OpenModel):
+    type: Literal["namespace"]
+    name: Name
+    description: str = ""
+    tools: list[OfferedTool]
+
+
+OfferedTool = Annotated[
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[NamespaceTool, Tag("namespace")]
+    | Annotated[OtherTool, Tag("other")],
+    Discriminator(lambda document: _tag(document, TOOL_TAGS)),
+]
+
+
+class ToolReference(OpenModel):
+    type: str
+    name: Name = "?"
+    namespace: str | None = None
+    mode: Literal["auto", "required"] = "auto"  # of allowed_tools
+    tools: list[ToolReference] | None = None  # of allowed_tools
+
+
+class ReasoningSettings(OpenModel):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+
+
+class TextFormat(OpenModel):
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class TextSettings(OpenModel):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponsesBody(CommonRequest):
+    input: str | Annotated[list[Item], Field(fail_fast=True)] | None = None
+    instructions: str | None = None
+    tools: Annotated[list[OfferedTool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolReference | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningSettings | None = None
+    text: TextSettings | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    include: list[str] | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    background: bool | None = None
+    # OpenAI's and Codex's, accepted without effect
+    truncation: Literal["auto", "disabled"] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    client_metadata: dict[str, Any] | None = None
+    max_tool_calls: int | None = None
 
 
 def parse(body: bytes | bytearray) -> ChatRequest:
-    try:
-        document = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"body: given no JSON ({error}), expected a JSON object") from error
-    if not isinstance(document, dict):
-        raise ApiError(400, f"body: given {bounded(repr(document), 100)}, expected a JSON object")
-    request = _validated(ResponsesRequest, document)
+    request, ignored = parse_body(body, ResponsesBody)
     _refuse_stored(request)
-    tools = _Tools()
-    for number, tool in enumerate(request.tools or ()):
-        tools.add(tool, f"tools.{number}")
-    turns = _Turns()
-    if request.instructions:
-        turns.add(Turn("system", request.instructions))
-    items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input or []
-    for number, item in enumerate(items):
-        turns.add_item(item, f"input.{number}")
-    tool_choice, chosen = _tool_choice(request.tool_choice, tools.offered)
+    named = dict(_named_tools(request.tools or ()))
+    offered = {name: _offered(name, tool) for name, (tool, _) in named.items()}
+    choice, chosen = _tool_choice(request.tool_choice, offered)
     effort = request.reasoning.effort if request.reasoning else None
+    items = [MessageItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input or []
     conversation = Conversation(
-        turns=turns.finished(),
-        tools=tuple(tools.offered.values()),
-        tool_choice=tool_choice,
+        turns=_turns(request.instructions, items),
+        tools=tuple(offered.values()),
+        tool_choice=choice,
         chosen_tools=chosen,
         parallel_calls=request.parallel_tool_calls is not False,
         reasoning=Reasoning(enabled=None if effort is None else effort != "none", effort=effort),
     )
-    generation = Generation(
-        model=request.model,
-        max_tokens=request.max_output_tokens,
-        stream=bool(request.stream),
-        sampling=request.model_dump(include={"temperature", "top_p"}, exclude_none=True),
-        schema=_schema(request.text),
-    )
+    include = request.include or ()
+    wants_scores = request.top_logprobs or "message.output_text.logprobs" in include
+    generation = request.generation(request.max_output_tokens, (request.top_logprobs or 0) if wants_scores else None)
     echo = {
-        "response": _echoed(request, tools.echoed),
-        "names": tools.names,
-        "encrypted_reasoning": "reasoning.encrypted_content" in (request.include or ()),
+        "response": _echoed_fields(request),
+        "tools": {
+            name: {"custom": isinstance(tool, CustomTool), "name": tool.name, "namespace": namespace}
+            for name, (tool, namespace) in named.items()
+        },
+        "encrypted_reasoning": "reasoning.encrypted_content" in include,
     }
-    ignored = (*(request.model_extra or ()), *dict.fromkeys((*tools.skipped, *turns.skipped)))
-    return ChatRequest(conversation, generation, echo, ignored)
+    skipped = [f"tools.{tool.type}" for tool in request.tools or () if isinstance(tool, OtherTool)]
+    skipped += [f"input.{item.type}" for item in items if isinstance(item, OtherItem)]
+    ignored += tuple(bounded(name, 100) for name in dict.fromkeys(skipped))
+    return ChatRequest(conversation, replace(generation, n=1, schema=_schema(request)), echo, ignored)
 
 
-def _refuse_stored(request: ResponsesRequest) -> None:
+def _refuse_stored(request: ResponsesBody) -> None:
     for name in ("previous_response_id", "conversation", "prompt"):
         if getattr(request, name):
             message = f"{name}: given, but this server stores nothing; send all earlier items in `input`"
             raise ApiError(400, message, param=name, code="previous_response_not_found")
     if request.background:
-        message = "background: given true, expected false: nothing is stored here; use `stream`"
+        message = "background: given true, expected false: this server stores nothing; use `stream`"
         raise ApiError(400, message, param="background", code="unsupported_value")
 
 
-def _schema(text: TextOptions | None) -> Any:
-    if text is None or text.format is None or text.format.type == "text":
+def _schema(request: ResponsesBody) -> Any:
+    wanted = request.text.format if request.text else None
+    if wanted is None or wanted.type == "text":
         return None
-    if text.format.type == "json_object":
-        return {"type": "object"}
-    if text.format.schema_ is None:
-        raise ApiError(400, "text.format: given no schema, expected the field `schema`", param="text.format")
-    return text.format.schema_
+    if wanted.type == "json_schema" and wanted.schema_ is None:
+        raise ApiError(400, "text.format: given no schema, expected text.format.schema", param="text.format")
+    return wanted.schema_ if wanted.type == "json_schema" else {"type": "object"}
 
 
-def _echoed(request: ResponsesRequest, tools: list[dict[str, Any]]) -> dict[str, Any]:
+def _echoed_fields(request: ResponsesBody) -> dict[str, Any]:
     """The fields of a response that repeat its request."""
-    given = request.model_dump(
-        by_alias=True,
-        exclude_none=True,
-        include={"instructions", "max_output_tokens", "max_tool_calls", "metadata", "prompt_cache_key", "reasoning"}
-        | {"safety_identifier", "temperature", "text", "tool_choice", "top_p", "truncation", "user"},
-    )
-    text = {"format": {"type": "text"}} | given.pop("text", {})
-    defaults = {
+    names = {"instructions", "max_output_tokens", "max_tool_calls", "metadata", "prompt_cache_key", "safety_identifier"}
+    names |= {"temperature", "top_p", "truncation", "user"}
+    text = request.text.model_dump(by_alias=True, exclude_none=True) if request.text else {}
+    choice, reasoning = request.tool_choice or "auto", request.reasoning or ReasoningSettings()
+    return {
+        **request.model_dump(include=names),
         "background": False,
-        "instructions": None,
-        "metadata": {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": reasoning.model_dump(include={"effort", "summary"}),
         "store": False,
-        "temperature": None,
-        "tool_choice": "auto",
-        "top_p": None,
-        "truncation": "disabled",
+        "text": {"format": {"type": "text"}} | text,
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_unset=True),
+        "tools": [tool.model_dump() for tool in request.tools or () if not isinstance(tool, OtherTool)],
+        "top_logprobs": request.top_logprobs or 0,
     }
-    return defaults | given | {"text": text, "tools": tools}
 
 
 def _qualified(name: str, namespace: str | None) -> str:
     return f"{namespace.removesuffix('__')}__{name}" if namespace else name
 
 
-class _Tools:
-    """The tools of a request: those that the model is offered, and how their calls are answered."""
-
-    def __init__(self) -> None:
-        self.offered: dict[str, Tool] = {}  # by the name that the model is told
-        self.names: dict[str, dict[str, Any]] = {}  # the same name -> type, name and namespace of the client's tool
-        self.echoed: list[dict[str, Any]] = []
-        self.skipped: list[str] = []
-
-    def add(self, document: dict[str, Any], where: str) -> None:
-        if document.get("type") == "namespace":
-            space = _validated(NamespaceTool, document, where)
-            for number, member in enumerate(space.tools):
-                self._add(member, f"{where}.tools.{number}", space.name)
-            self.echoed.append({"description": ""} | document)
-        elif self._add(document, where, None):
-            defaults = {"parameters": None, "strict": False} if document["type"] == "function" else {}
-            self.echoed.append(defaults | document)
-
-    def _add(self, document: dict[str, Any], where: str, namespace: str | None) -> bool:
-        kind = document.get("type")
-        if kind == "function":
-            function = _validated(FunctionTool, document, where)
-            tool = Tool(function.name, function.description or "", function.parameters or {}, bool(function.strict))
-        elif kind == "custom":
-            tool = _function_of_custom(_validated(CustomTool, document, where))
-        elif isinstance(kind, str):
-            self.skipped.append(f"tools.{bounded(kind, 100)}")
-            return False
-        else:
-            raise ApiError(400, f"{where}.type: given {bounded(repr(kind), 100)}, expected a tool's type", param=where)
-        name = _qualified(tool.name, namespace)
-        if name in self.offered:
-            raise ApiError(400, f"{where}.name: given {name!r} twice, expected different names", param="tools")
-        self.names[name] = {"type": kind, "name": tool.name, **({"namespace": namespace} if namespace else {})}
-        self.offered[name] = Tool(name, tool.description, tool.parameters, tool.strict)
-        return True
+def _named_tools(
+    tools: Sequence[OfferedTool], namespace: str | None = None
+) -> Iterator[tuple[str, tuple[FunctionTool | CustomTool, str | None]]]:
+    """(name that the model is told, (tool, its namespace))."""
+    for tool in tools:
+        match tool:
+            case NamespaceTool():
+                yield from _named_tools(tool.tools, tool.name)
+            case FunctionTool() | CustomTool():
+                yield _qualified(tool.name, namespace), (tool, namespace)
 
 
-def _function_of_custom(tool: CustomTool) -> Tool:
+def _offered(name: str, tool: FunctionTool | CustomTool) -> Tool:
+    if isinstance(tool, FunctionTool):
+        return Tool(name, tool.description or "", tool.parameters or {}, bool(tool.strict))
     usage = f"Call it with one parameter, `{CUSTOM_PARAMETER}`: the whole input as text."
     if tool.format is not None and tool.format.definition:
         usage += f" The text has to match this {tool.format.syntax or 'grammar'}:\n{tool.format.definition}"
-    parameters = {
-        "type": "object",
-        "properties": {CUSTOM_PARAMETER: {"type": "string"}},
-        "required": [CUSTOM_PARAMETER],
-        "additionalProperties": False,
-    }
-    return Tool(tool.name, f"{tool.description or ''}\n{usage}".strip(), parameters)
+    parameters = {"type": "object", "properties": {CUSTOM_PARAMETER: {"type": "string"}}}
+    closed = {"required": [CUSTOM_PARAMETER], "additionalProperties": False}
+    return Tool(name, f"{tool.description or ''}\n{usage}".strip(), parameters | closed)
 
 
-def _tool_choice(
-    choice: str | dict[str, Any] | None, offered: Mapping[str, Tool]
-) -> tuple[Literal["auto", "none", "required", "named"], tuple[str, ...]]:
-    if choice is None or choice == "auto":
-        return "auto", ()
-    if choice == "none":
-        return "none", ()
-    reference = ToolReference(type="allowed_tools", mode="required")
-    chosen = tuple(offered)
-    if isinstance(choice, dict):
-        reference = _validated(ToolReference, choice, "tool_choice")
-        chosen = _chosen(reference, offered)
-    if not chosen and reference.mode == "required":
-        message = f"tool_choice: given {bounded(repr(choice), 100)}, expected tools that the model can call"
-        raise ApiError(400, message, param="tool_choice")
-    if reference.type != "allowed_tools":
-        return "named", chosen
-    if isinstance(choice, str):
-        return "required", ()
-    return (reference.mode, chosen) if chosen else ("none", ())
+def _tool_choice(choice: str | ToolReference | None, offered: Mapping[str, Tool]) -> tuple[ToolChoice, tuple[str, ...]]:
+    match choice:
+        case None | "auto":
+            return "auto", ()
+        case "none":
+            return "none", ()
+        case ToolReference(type="allowed_tools", mode=mode, tools=tools):
+            chosen = tuple(name for tool in tools or () for name in _chosen(tool, offered))
+            if chosen or mode == "required":
+                return mode, _not_empty(chosen, offered)
+            return "none", ()
+        case ToolReference():
+            return "named", _not_empty(_chosen(choice, offered), offered)
+        case _:
+            _not_empty(tuple(offered), offered)
+            return "required", ()
 
 
 def _chosen(reference: ToolReference, offered: Mapping[str, Tool]) -> tuple[str, ...]:
-    """The names, as the model is told them, of the tools that a tool_choice refers to."""
-    if reference.type == "allowed_tools":
-        members = (_validated(ToolReference, tool, "tool_choice.tools") for tool in reference.tools)
-        return tuple(name for member in members for name in _chosen(member, offered))
+    """Names of the offered tools that an entry of tool_choice refers to; none for a tool that a provider runs."""
     if reference.type == "namespace":
         return tuple(name for name in offered if name.startswith(_qualified("", reference.name)))
     if reference.type not in ("function", "custom"):
         return ()
-    name = _qualified(reference.name or "", reference.namespace)
-    if name not in offered:
-        expected = bounded(f"one of {list(offered)}", 300)
-        raise ApiError(400, f"tool_choice: given {name!r}, expected {expected}", param="tool_choice")
-    return (name,)
+    name = _qualified(reference.name, reference.namespace)
+    return _not_empty((name,) if name in offered else (), offered, name)
 
 
-def _text_of(content: str | list[ContentPart], where: str) -> str:
+def _not_empty(chosen: tuple[str, ...], offered: Mapping[str, Tool], given: str = "no such tool") -> tuple[str, ...]:
+    if not chosen:
+        expected = bounded(f"one of {list(offered)}" if offered else "functions or custom tools in `tools`", 500)
+        raise ApiError(400, f"tool_choice: given {bounded(given, 100)!r}, expected {expected}", param="tool_choice")
+    return chosen
+
+
+def _turns(instructions: str | None, items: Sequence[Item]) -> tuple[Turn, ...]:
+    """Consecutive items of the assistant are one turn. Without a turn to answer there is an empty one of the user."""
+    turns = [Turn("system", instructions)] if instructions else []
+    for is_assistant, group in groupby(_item_turns(items), lambda turn: turn.role == "assistant"):
+        if is_assistant:
+            said = list(group)
+            text = "\n".join(turn.text for turn in said if turn.text)
+            reasoning = "\n".join(turn.reasoning for turn in said if turn.reasoning)
+            turns.append(Turn("assistant", text, reasoning, tuple(call for turn in said for call in turn.calls)))
+        else:
+            turns.extend(group)
+    return tuple(turns) if any(turn.role != "system" for turn in turns) else (*turns, Turn("user"))
+
+
+def _item_turns(items: Sequence[Item]) -> Iterator[Turn]:
+    names: dict[str, str] = {}  # call_id -> name
+    for number, item in enumerate(items):
+        where = f"input.{number}"
+        match item:
+            case MessageItem(role=role):
+                text = _text(item.content, where)
+                yield Turn("system" if role == "developer" else role, text)
+            case AgentMessageItem():
+                yield Turn("user", _text(item.content, where))
+            case CalledItem(call_id=call_id):
+                names[call_id] = name = _qualified(item.name, item.namespace)
+                is_custom = item.type == "custom_tool_call"
+                arguments = {CUSTOM_PARAMETER: item.input} if is_custom else read_arguments(item.arguments)
+                yield Turn("assistant", calls=(Call(call_id, name, arguments),))
+            case CallOutputItem(call_id=call_id):
+                yield Turn("tool", _text(item.output, where), call_id=call_id, name=names.get(call_id, ""))
+            case ReasoningItem():
+                text = _text(item.content or [], where) or _decode_reasoning(item.encrypted_content or "")
+                yield Turn("assistant", reasoning=text or _text(item.summary or [], where))
+            case OtherItem(type="item_reference"):
+                message = f"{where}: given an item_reference, but this server stores nothing; send the item itself"
+                raise ApiError(400, message, param=where, code="previous_response_not_found")
+            case OtherItem(type=kind) if not (kind.endswith(SKIPPED_ITEMS) or kind.startswith("mcp_")):
+                expected = ", ".join(ITEM_TAGS)
+                given = f"{where}.type: given {bounded(kind, 100)!r}"
+                raise ApiError(400, f"{given}, expected one of {expected}", param=f"{where}.type")
+
+
+def _text(content: Content, where: str) -> str:
     if isinstance(content, str):
         return content
     for part in content:
         if part.text is None and part.refusal is None:
-            message = (
-                f"{where}: given a part of type {bounded(part.type, 100)!r}, expected text: no other input is taken"
+            given = f"{where}: given a part of type {bounded(part.type, 100)!r}"
+            raise ApiError(
+                400,
+                f"{given}, expected text: this server takes no images, files or audio",
+                param=where,
+                code="unsupported_content",
             )
-            raise ApiError(400, message, param=where, code="unsupported_content")
     return "".join(part.text or part.refusal or "" for part in content)
-
-
-class _Turns:
-    """Turns from input items: consecutive items of the assistant become one turn."""
-
-    def __init__(self) -> None:
-        self._turns: list[Turn] = []
-        self._reasoning: list[str] = []
-        self._texts: list[str] = []
-        self._calls: list[Call] = []
-        self._names: dict[str, str] = {}  # call_id -> name
-        self.skipped: list[str] = []
-
-    def add(self, turn: Turn) -> None:
-        if self._reasoning or self._texts or self._calls:
-            text, reasoning = "\n".join(self._texts), "\n".join(self._reasoning)
-            self._turns.append(Turn("assistant", text, reasoning, tuple(self._calls)))
-            self._reasoning, self._texts, self._calls = [], [], []
-        self._turns.append(turn)
-
-    def finished(self) -> tuple[Turn, ...]:
-        """A chat template needs something that it can answer: without any turn of a user there is an empty one."""
-        if all(turn.role == "system" for turn in self._turns) and not (self._reasoning or self._texts or self._calls):
-            self._turns.append(Turn("user"))
-        self.add(Turn("user"))
-        return tuple(self._turns[:-1])
-
-    def add_item(self, document: dict[str, Any], where: str) -> None:
-        kind = document.get("type", "message")
-        add = ITEMS.get(kind) if isinstance(kind, str) else None
-        if add is not None:
-            add(self, document, where)
-        elif kind in SKIPPED_ITEMS:
-            self.skipped.append(f"input.{kind}")
-        elif kind == "item_reference":
-            message = f"{where}: given an item_reference, but this server stores nothing; send the item itself"
-            raise ApiError(400, message, param=where, code="previous_response_not_found")
-        else:
-            expected = ", ".join(ITEMS)
-            message = f"{where}.type: given {bounded(repr(kind), 100)}, expected one of {expected}"
-            raise ApiError(400, message, param=where)
-
-    def _message(self, document: dict[str, Any], where: str) -> None:
-        item = _validated(MessageItem, document, where)
-        text = _text_of(item.content, where)
-        if item.role == "assistant":
-            self._texts.append(text)
-        else:
-            self.add(Turn("user" if item.role == "user" else "system", text))
-
-    def _agent_message(self, document: dict[str, Any], where: str) -> None:
-        self.add(Turn("user", _text_of(_validated(AgentMessageItem, document, where).content, where)))
-
-    def _function_call(self, document: dict[str, Any], where: str) -> None:
-        item = _validated(FunctionCallItem, document, where)
-        self._call(item.call_id, _qualified(item.name, item.namespace), _object_or_text(item.arguments))
-
-    def _custom_call(self, document: dict[str, Any], where: str) -> None:
-        item = _validated(CustomCallItem, document, where)
-        self._call(item.call_id, _qualified(item.name, item.namespace), {CUSTOM_PARAMETER: item.input})
-
-    def _call(self, call_id: str, name: str, arguments: dict[str, Any] | str) -> None:
-        self._names[call_id] = name
-        self._calls.append(Call(call_id, name, arguments))
-
-    def _output(self, document: dict[str, Any], where: str) -> None:
-        item = _validated(OutputItem, document, where)
-        name = self._names.get(item.call_id, "")
-        self.add(Turn("tool", _text_of(item.output, f"{where}.output"), call_id=item.call_id, name=name))
-
-    def _reasoning_item(self, document: dict[str, Any], where: str) -> None:
-        item = _validated(ReasoningItem, document, where)
-        text = _text_of(item.content or [], where)
-        text = text or _decode_reasoning(item.encrypted_content) or _text_of(item.summary, where)
-        if text:
-            self._reasoning.append(text)
-
-
-ITEMS: dict[str, Callable[[_Turns, dict[str, Any], str], None]] = {
-    "message": _Turns._message,
-    "function_call": _Turns._function_call,
-    "function_call_output": _Turns._output,
-    "custom_tool_call": _Turns._custom_call,
-    "custom_tool_call_output": _Turns._output,
-    "reasoning": _Turns._reasoning_item,
-    "agent_message": _Turns._agent_message,
-}
-
-
-def _object_or_text(arguments: str) -> dict[str, Any] | str:
-    try:
-        document = from_json(arguments or "{}", allow_inf_nan=False)
-    except ValueError:
-        return arguments
-    return document if isinstance(document, dict) else arguments
 
 
 def _encode_reasoning(text: str) -> str:
     return REASONING_PREFIX + base64.b64encode(text.encode()).decode()
 
 
-def _decode_reasoning(content: str | None) -> str:
+def _decode_reasoning(content: str) -> str:
     """Empty for reasoning that another server has encrypted."""
-    if not content or not content.startswith(REASONING_PREFIX):
-        return ""
     try:
-        return base64.b64decode(content.removeprefix(REASONING_PREFIX), validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError, ValueError):
+        is_ours = content.startswith(REASONING_PREFIX)
+        return base64.b64decode(content.removeprefix(REASONING_PREFIX), validate=True).decode() if is_ours else ""
+    except ValueError:
         return ""
 
 
@@ -510,69 +418,68 @@ def _decode_reasoning(content: str | None) -> str:
 class ItemKind:
     """How items of one type are streamed."""
 
-    id_prefix: str
-    events: str  # of the deltas and of the end
-    field: str  # of the end, and of an item without parts
-    part: dict[str, Any] | None = None  # an empty part of the content; None: the item has no parts
+    prefix: str  # of ids
+    event: str  # of the events with pieces of the text and with all of it
+    field: str  # that has all of the text
+    part: dict[str, Any] | None = None  # of the content, empty; None: the item has its text itself
 
 
+TEXT_PART = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 ITEM_KINDS = {
     "reasoning": ItemKind("rs", "reasoning_text", "text", {"type": "reasoning_text", "text": ""}),
-    "message": ItemKind(
-        "msg", "output_text", "text", {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-    ),
+    "message": ItemKind("msg", "output_text", "text", TEXT_PART),
     "function_call": ItemKind("fc", "function_call_arguments", "arguments"),
     "custom_tool_call": ItemKind("ctc", "custom_tool_call_input", "input"),
 }
 
 
-class _Item:
-    """An item of the output that is being generated."""
+class OutputItem:
+    """An item of the answer while it is generated."""
 
     def __init__(self, kind: str, fields: dict[str, Any]) -> None:
         self.kind = ITEM_KINDS[kind]
-        item_id = f"{self.kind.id_prefix}_{uuid.uuid4().hex}"
+        item_id = f"{self.kind.prefix}_{uuid.uuid4().hex}"
         self.document = {"type": kind, "id": item_id, "status": "in_progress", **fields}
-        self.text = ""  # of the content, the arguments or the input
-        self.arguments = ""  # of a custom tool's call, as the model generates them
+        self.text = ""
+        self.scores: list[dict[str, Any]] = []  # log-probabilities of the text
+        self._arguments = ""  # of a custom tool's call
 
-    def add_arguments(self, text: str) -> str:
-        """The next piece of a function's arguments; or of a custom tool's input, which is a string in them."""
-        if self.document["type"] == "function_call":
-            return text
-        self.arguments += text
-        known = from_json(self.arguments, allow_partial="trailing-strings")
-        return self._rest_of(known.get(CUSTOM_PARAMETER, "")) if isinstance(known, dict) else ""
+    def piece_of(self, arguments: str) -> str:
+        """What the next piece of a call's arguments adds to the item's text, which for a custom tool is a string in
+        them."""
+        if self.kind.field != "input":
+            return arguments
+        self._arguments += arguments
+        known = from_json(self._arguments, allow_partial="trailing-strings")
+        return self._rest_of(known.get(CUSTOM_PARAMETER) if isinstance(known, dict) else "")
 
-    def last_arguments(self, arguments: str) -> str:
-        is_function = self.document["type"] == "function_call"
-        return self._rest_of(arguments if is_function else _custom_input(arguments))
+    def end_of(self, arguments: str) -> str:
+        """What is missing of the item's text when the call is complete."""
+        return self._rest_of(_custom_input(arguments) if self.kind.field == "input" else arguments)
 
-    def _rest_of(self, whole: Any) -> str:
-        return whole[len(self.text) :] if isinstance(whole, str) and whole.startswith(self.text) else ""
+    def _rest_of(self, text: Any) -> str:
+        return text[len(self.text) :] if isinstance(text, str) and text.startswith(self.text) else ""
 
 
 def _custom_input(arguments: str) -> str:
-    """The one string in a call's arguments, whatever the model calls it; the arguments as they are if there is none."""
-    document = _object_or_text(arguments)
-    if not isinstance(document, dict):
-        return arguments
-    texts = [value for value in document.values() if isinstance(value, str)]
-    given = document.get(CUSTOM_PARAMETER)
+    """The input among a call's arguments, or the only string there; all of them if that is not to be found."""
+    document = read_arguments(arguments)
+    texts = [value for value in document.values() if isinstance(value, str)] if isinstance(document, dict) else []
+    given = document.get(CUSTOM_PARAMETER) if isinstance(document, dict) else None
     return given if isinstance(given, str) else texts[0] if len(texts) == 1 else arguments
 
 
 class ResponsesEmitter:
-    """The answer of one request. One item is open at a time, and is closed when the next one begins or the answer
-    ends: only then it is known whether it is complete."""
+    """One item is open at a time. It is closed when the next one begins or the answer ends, since only then it is
+    known whether it is complete."""
 
     def __init__(self, head: AnswerHead) -> None:
-        self._head, self._echo = head, head.echo
+        self._head, self._created = head, int(time.time())
         self._id = f"resp_{head.request_id.removeprefix('req_')}"
-        self._created = int(time.time())
         self._sequence = 0
         self._output: list[dict[str, Any]] = []
-        self._item: _Item | None = None
+        self._item: OutputItem | None = None
+        self._scores: list[dict[str, Any]] = []  # of text that follows
         self._reason = "stop"
 
     def begin(self) -> list[str]:
@@ -580,47 +487,62 @@ class ResponsesEmitter:
         return [self._event(kind, response=self._response("in_progress")) for kind in kinds]
 
     def ping(self) -> str:
-        """Codex counts events only: comments do not keep it from ending a stream after five minutes."""
+        """Codex ends a stream without events after five minutes. Comments are no events."""
         return self._event("response.in_progress", response=self._response("in_progress"))
 
     def event(self, choice: int, event: AnswerEvent) -> list[str]:
+        return list(self._events_of(event))
+
+    def _events_of(self, event: AnswerEvent) -> Iterator[str]:
         match event:
-            case ReasoningDelta(text=text):
-                return [*self._region("reasoning", {"summary": [], "content": []}), *self._delta(text)]
-            case TextDelta(text=text):
-                return [*self._region("message", {"role": "assistant", "content": []}), *self._delta(text)]
+            case TokenScores(content):
+                self._scores += content
+                return
+            case TextDelta(text):
+                yield from self._region("message", {"role": "assistant", "content": []})
+                yield from self._delta(text)
+            case ReasoningDelta(text):
+                yield from self._region("reasoning", {"summary": [], "content": []})
+                yield from self._delta(text)
             case CallBegin(name=name, id=call_id):
-                called = {"type": "function", "name": name} | self._echo["names"].get(name, {})
-                kind = f"{called.pop('type')}_call".replace("custom_", "custom_tool_")
-                fields = {"call_id": call_id, **called, ITEM_KINDS[kind].field: ""}
-                return [*self._close("completed"), *self._open(kind, fields)]
+                tool = self._head.echo["tools"].get(name, {"custom": False, "name": name, "namespace": None})
+                kind, field = ("custom_tool_call", "input") if tool["custom"] else ("function_call", "arguments")
+                fields = {"call_id": call_id, "name": tool["name"], field: ""}
+                yield from self._close("completed")
+                yield from self._open(kind, fields | ({"namespace": tool["namespace"]} if tool["namespace"] else {}))
             case CallArguments(text=text) if self._item:
-                return [*self._delta(self._item.add_arguments(text))]
+                yield from self._delta(self._item.piece_of(text))
             case CallEnd(arguments=arguments) if self._item:
-                return [*self._delta(self._item.last_arguments(arguments))]
-        return []
+                yield from self._delta(self._item.end_of(arguments))
+        self._scores = []
 
     def finish(self, choice: int, finish: Finish) -> list[str]:
+        """A call that was cut off is not announced as done: Codex would run it."""
         self._reason = finish.reason
-        return [*self._close("incomplete" if finish.reason == "length" else "completed")]
+        if finish.reason == "length" and self._item is not None and self._item.kind.part is None:
+            document = {**self._item.document, self._item.kind.field: self._item.text, "status": "incomplete"}
+            self._output.append(document)
+            return []
+        return list(self._close("incomplete" if finish.reason == "length" else "completed"))
 
     def end(self, usage: Usage) -> list[str]:
         document = self.document(usage)
         return [self._event(f"response.{document['status']}", response=document)]
 
     def fail(self, error: ApiError) -> list[str]:
-        fallback = "invalid_prompt" if error.status < 500 else "server_error"
-        known = error.code if error.code == "context_length_exceeded" else None
-        code = known or ERROR_CODES.get(error.status, fallback)
+        """Codex tries again after rate_limit_exceeded and server_error, and ends the turn after the others."""
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        if error.status < 500 and error.status != 429:
+            code = error.code if error.code == "context_length_exceeded" else "invalid_prompt"
         failure = {"code": code, "message": str(error)}
         return [self._event("response.failed", response={**self._response("failed"), "error": failure})]
 
     def document(self, usage: Usage) -> dict[str, Any]:
-        incomplete = self._reason == "length"
+        status = "incomplete" if self._reason == "length" else "completed"
         return {
-            **self._response("incomplete" if incomplete else "completed"),
-            "completed_at": None if incomplete else int(time.time()),
-            "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
+            **self._response(status),
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "usage": {
                 "input_tokens": usage.prompt,
                 "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
@@ -631,72 +553,67 @@ class ResponsesEmitter:
         }
 
     def _response(self, status: str) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "model": self._head.model,
-            "output": list(self._output),
-            "usage": None,
-            **self._echo["response"],
-        }
+        head = {"id": self._id, "object": "response", "created_at": self._created, "status": status}
+        rest = {"error": None, "incomplete_details": None, "output": list(self._output), "usage": None}
+        return {**head, "model": self._head.model, **rest, **self._head.echo["response"]}
 
     def _region(self, kind: str, fields: dict[str, Any]) -> Iterator[str]:
-        """Before a piece of text: its item is open."""
+        """An item of this kind is open afterwards."""
         if self._item is None or self._item.document["type"] != kind:
             yield from self._close("completed")
             yield from self._open(kind, fields)
 
     def _open(self, kind: str, fields: dict[str, Any]) -> Iterator[str]:
-        self._item = item = _Item(kind, fields)
+        self._item = item = OutputItem(kind, fields)
         yield self._event("response.output_item.added", output_index=len(self._output), item=item.document)
         if item.kind.part:
-            yield self._item_event("response.content_part.added", part=item.kind.part)
+            yield self._item_event(item, "content_part.added", part=item.kind.part)
 
     def _delta(self, text: str) -> Iterator[str]:
-        if self._item is not None and text:
-            self._item.text += text
-            scores = {"logprobs": []} if self._item.kind.events == "output_text" else {}
-            yield self._item_event(f"response.{self._item.kind.events}.delta", delta=text, **scores)
+        item = self._item
+        if item is None or not text:
+            return
+        item.text += text
+        scores = {"logprobs": self._scores} if item.kind.part is TEXT_PART else {}
+        item.scores += self._scores
+        yield self._item_event(item, f"{item.kind.event}.delta", delta=text, **scores)
 
     def _close(self, status: str) -> Iterator[str]:
-        if self._item is None:
+        item, self._item = self._item, None
+        if item is None:
             return
-        item, kind = self._item.document, self._item.kind
-        done = {kind.field: self._item.text}
-        if kind.part:
-            part = kind.part | done
-            scores = {"logprobs": []} if kind.events == "output_text" else {}
-            yield self._item_event(f"response.{kind.events}.done", **done, **scores)
-            yield self._item_event("response.content_part.done", part=part)
-            item["content"] = [part]
-        else:
-            name = {"name": item["name"]} if kind.events == "function_call_arguments" else {}
-            yield self._item_event(f"response.{kind.events}.done", **done, **name)
-            item |= done
-        item["status"] = status
-        if item["type"] == "reasoning" and self._echo["encrypted_reasoning"]:
-            item["encrypted_content"] = _encode_reasoning(self._item.text)
-        yield self._event("response.output_item.done", output_index=len(self._output), item=item)
-        self._output.append(item)
-        self._item = None
+        whole: dict[str, Any] = {item.kind.field: item.text}
+        scores = {"logprobs": item.scores} if item.kind.part is TEXT_PART else {}
+        name = {"name": item.document["name"]} if item.kind.field == "arguments" else {}
+        yield self._item_event(item, f"{item.kind.event}.done", **whole, **scores, **name)
+        if item.kind.part:
+            part = {**item.kind.part, **whole, **scores}
+            yield self._item_event(item, "content_part.done", part=part)
+            whole = {"content": [part]}
+        if item.kind.event == "reasoning_text" and self._head.echo["encrypted_reasoning"]:
+            whole["encrypted_content"] = _encode_reasoning(item.text)
+        document = {**item.document, **whole, "status": status}
+        yield self._event("response.output_item.done", output_index=len(self._output), item=document)
+        self._output.append(document)
 
-    def _item_event(self, kind: str, **fields: Any) -> str:
-        assert self._item is not None
-        index = {"content_index": 0} if self._item.kind.part else {}
-        return self._event(kind, item_id=self._item.document["id"], output_index=len(self._output), **index, **fields)
+    def _item_event(self, item: OutputItem, kind: str, **fields: Any) -> str:
+        place = {"item_id": item.document["id"], "output_index": len(self._output)}
+        index = {"content_index": 0} if item.kind.part else {}
+        return self._event(f"response.{kind}", **place, **index, **fields)
 
     def _event(self, kind: str, **fields: Any) -> str:
         document = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
-        return f"event: {kind}\ndata: {json.dumps(document, ensure_ascii=False)}\n\n"
+        return f"event: {kind}\n{sse_event(document)}"
 
 
-def _count_document(tokens: int) -> dict[str, Any]:
-    return {"object": "response.input_tokens", "input_tokens": tokens}
-
-
-RESPONSES = Door("responses", "/v1/responses", parse, ResponsesEmitter, ApiError.to_json)
+RESPONSES = Door(
+    "responses",
+    "/v1/responses",
+    parse,
+    ResponsesEmitter,
+    ApiError.to_json,
+    body=ResponsesBody,
+    count_path="/v1/responses/input_tokens",
+    count_document=lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
+)
