@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import from_json
 
 from ktransformers.serve.doors.answer_events import (
@@ -53,7 +53,11 @@ class ContentPart(OpenModel):
     refusal: str | None = None
 
 
-Content = str | list[ContentPart]
+# Text stands for one part, and for one message of the user.
+Content = Annotated[
+    list[ContentPart],
+    BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given),
+]
 
 
 class MessageItem(OpenModel):
@@ -131,7 +135,7 @@ TOOL_TAGS = {"function": "function", "custom": "custom", "namespace": "namespace
 
 
 def _tag(document: Any, tags: Mapping[str, str], default: str | None = None) -> str:
-    kind = document.get("type", default) if isinstance(document, dict) else None
+    kind = document.get("type", default) if isinstance(document, dict) else getattr(document, "type", None)
     return tags.get(kind, "other") if isinstance(kind, str) else "other"
 
 
@@ -164,7 +168,7 @@ OfferedTool = Annotated[
 
 class ToolReference(OpenModel):
     type: str
-    name: Name = "?"
+    name: Name | None = None
     namespace: str | None = None
     mode: Literal["auto", "required"] = "auto"  # of allowed_tools
     tools: list[ToolReference] | None = None  # of allowed_tools
@@ -186,7 +190,11 @@ class TextSettings(OpenModel):
 
 
 class ResponsesBody(CommonRequest):
-    input: str | Annotated[list[Item], Field(fail_fast=True)] | None = None
+    input: Annotated[
+        list[Item],
+        Field(fail_fast=True),
+        BeforeValidator(lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given or []),
+    ] = []
     instructions: str | None = None
     tools: Annotated[list[OfferedTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none", "required"] | ToolReference | None = None
@@ -212,13 +220,17 @@ class ResponsesBody(CommonRequest):
 def parse(body: bytes | bytearray) -> ChatRequest:
     request, ignored = parse_body(body, ResponsesBody)
     _refuse_stored(request)
-    named = dict(_named_tools(request.tools or ()))
+    named: dict[str, tuple[FunctionTool | CustomTool, str | None]] = {}
+    for name, entry in _named_tools(request.tools or ()):
+        if name in named:
+            message = f"tools: given {bounded(name, 100)!r} twice, expected different names"
+            raise ApiError(400, message, param="tools")
+        named[name] = entry
     offered = {name: _offered(name, tool) for name, (tool, _) in named.items()}
     choice, chosen = _tool_choice(request.tool_choice, offered)
     effort = request.reasoning.effort if request.reasoning else None
-    items = [MessageItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input or []
     conversation = Conversation(
-        turns=_turns(request.instructions, items),
+        turns=_turns(request.instructions, request.input),
         tools=tuple(offered.values()),
         tool_choice=choice,
         chosen_tools=chosen,
@@ -237,7 +249,7 @@ def parse(body: bytes | bytearray) -> ChatRequest:
         "encrypted_reasoning": "reasoning.encrypted_content" in include,
     }
     skipped = [f"tools.{tool.type}" for tool in request.tools or () if isinstance(tool, OtherTool)]
-    skipped += [f"input.{item.type}" for item in items if isinstance(item, OtherItem)]
+    skipped += [f"input.{item.type}" for item in request.input if isinstance(item, OtherItem)]
     ignored += tuple(bounded(name, 100) for name in dict.fromkeys(skipped))
     return ChatRequest(conversation, replace(generation, n=1, schema=_schema(request)), echo, ignored)
 
@@ -316,13 +328,11 @@ def _tool_choice(choice: str | ToolReference | None, offered: Mapping[str, Tool]
             return "none", ()
         case ToolReference(type="allowed_tools", mode=mode, tools=tools):
             chosen = tuple(name for tool in tools or () for name in _chosen(tool, offered))
-            if chosen or mode == "required":
-                return mode, _not_empty(chosen, offered)
-            return "none", ()
+            return ("none", ()) if mode == "auto" and not chosen else (mode, _not_empty(chosen, mode, offered))
         case ToolReference():
-            return "named", _not_empty(_chosen(choice, offered), offered)
+            return "named", _not_empty(_chosen(choice, offered), choice.type, offered)
         case _:
-            _not_empty(tuple(offered), offered)
+            _not_empty(tuple(offered), choice, offered)
             return "required", ()
 
 
@@ -332,11 +342,11 @@ def _chosen(reference: ToolReference, offered: Mapping[str, Tool]) -> tuple[str,
         return tuple(name for name in offered if name.startswith(_qualified("", reference.name)))
     if reference.type not in ("function", "custom"):
         return ()
-    name = _qualified(reference.name, reference.namespace)
-    return _not_empty((name,) if name in offered else (), offered, name)
+    name = _qualified(reference.name or "", reference.namespace)
+    return _not_empty((name,) if name in offered else (), name, offered)
 
 
-def _not_empty(chosen: tuple[str, ...], offered: Mapping[str, Tool], given: str = "no such tool") -> tuple[str, ...]:
+def _not_empty(chosen: tuple[str, ...], given: str, offered: Mapping[str, Tool]) -> tuple[str, ...]:
     if not chosen:
         expected = bounded(f"one of {list(offered)}" if offered else "functions or custom tools in `tools`", 500)
         raise ApiError(400, f"tool_choice: given {bounded(given, 100)!r}, expected {expected}", param="tool_choice")
@@ -386,9 +396,7 @@ def _item_turns(items: Sequence[Item]) -> Iterator[Turn]:
                 raise ApiError(400, f"{given}, expected one of {expected}", param=f"{where}.type")
 
 
-def _text(content: Content, where: str) -> str:
-    if isinstance(content, str):
-        return content
+def _text(content: Sequence[ContentPart], where: str) -> str:
     for part in content:
         if part.text is None and part.refusal is None:
             given = f"{where}: given a part of type {bounded(part.type, 100)!r}"
@@ -450,7 +458,10 @@ class OutputItem:
         if self.kind.field != "input":
             return arguments
         self._arguments += arguments
-        known = from_json(self._arguments, allow_partial="trailing-strings")
+        try:
+            known = from_json(self._arguments, allow_partial="trailing-strings")
+        except ValueError:  # nothing of it is JSON yet
+            return ""
         return self._rest_of(known.get(CUSTOM_PARAMETER) if isinstance(known, dict) else "")
 
     def end_of(self, arguments: str) -> str:
