@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -23,6 +24,7 @@ from ktransformers.ground.errors import InputError, KTError
 if TYPE_CHECKING:
     from ktransformers.serve.flags import RunLine
 
+DIM, RESET = "\x1b[2m", "\x1b[0m"
 RUN_CONTEXT = {"ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -115,25 +117,41 @@ def _answer(
     temperature: float | None,
     as_json: bool,
 ) -> None:
-    from ktransformers.serve.http.protocol import ChatRequest, CompletionRequest
+    from ktransformers.serve.doors.answer_events import ReasoningDelta, TextDelta
+    from ktransformers.serve.doors.conversation import ChatRequest, Conversation, Generation, Turn
+    from ktransformers.serve.http.choice_parser import ChoiceParser
+    from ktransformers.serve.http.protocol import CompletionRequest
     from ktransformers.serve.http.service import Service
     from ktransformers.serve.scheduler.sequence import Event, Sequence
 
     assert isinstance(service, Service)
-    common = {"model": name, "max_tokens": max_tokens, "temperature": temperature}
+    sampling = {} if temperature is None else {"temperature": temperature}
+    parser: ChoiceParser | None = None
     if service.template_of(service.find(name)):
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
-        generation = service.chat(ChatRequest.model_validate({**common, "messages": messages}))
+        turns = [Turn("system", system)] if system else []
+        conversation = Conversation((*turns, Turn("user", prompt)))
+        asked = ChatRequest(conversation, Generation(name, max_tokens, sampling=sampling))
+        generation, parser = service.chat(asked)
     else:
-        request = CompletionRequest.model_validate({**common, "prompt": f"{system or ''}{prompt}"})
-        generation = service.completion(request)
+        text = f"{system or ''}{prompt}"
+        body = {"model": name, "max_tokens": max_tokens, "temperature": temperature, "prompt": text}
+        generation = service.completion(CompletionRequest.model_validate(body))
     finished = threading.Event()
     events: list[Event] = []
+    answer, reasoning = "", ""
+    dims = sys.stdout.isatty()
 
     def on_event(event: Event) -> None:
+        nonlocal answer, reasoning
         events.append(event)
-        print("" if as_json else event.text, end="", flush=True)
+        for one in parser.events(event) if parser is not None else [TextDelta(event.text)]:
+            match one:
+                case TextDelta(text):
+                    answer += text
+                    print("" if as_json else text, end="", flush=True)
+                case ReasoningDelta(text):
+                    reasoning += text
+                    print(f"{DIM}{text}{RESET}" if dims and not as_json else "", end="", flush=True)
         if event.finish is not None:
             finished.set()
 
@@ -150,7 +168,8 @@ def _answer(
     if as_json:
         document: dict[str, object] = {
             "model": name,
-            "content": "".join(event.text for event in events),
+            "content": answer,
+            **({"reasoning_content": reasoning} if reasoning else {}),
             "finish_reason": last.finish,
         }
         document |= {"prompt_tokens": len(generation.prompt), "completion_tokens": last.tokens}

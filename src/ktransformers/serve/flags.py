@@ -76,8 +76,6 @@ IGNORED_OPTIONS: dict[str, str] = {  # take one value
     "--random-seed": "each request sets its own seed",
     "--tokenizer-path": "the tokenizer lies in the model directory",
     "--grammar-backend": "llguidance is used",
-    "--tool-call-parser": "calls are parsed in the formats that docs/serve.md lists",
-    "--reasoning-parser": "reasoning stays in the text",
 }
 
 

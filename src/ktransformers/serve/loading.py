@@ -31,7 +31,7 @@ from ktransformers.serve.forecast import choose_device, max_positions, memory_ad
 from ktransformers.serve.graphs.decode_graphs import attach_graphs
 from ktransformers.serve.http.limits import RequestLimits
 from ktransformers.serve.http.registry import Registry
-from ktransformers.serve.http.service import PrepareOptions, Service
+from ktransformers.serve.http.service import DoorOptions, PrepareOptions, Service
 from ktransformers.serve.http.templates import ServedTemplates
 from ktransformers.serve.kv_tiers import TierRequest, make_tiers, open_tiers
 from ktransformers.serve.nodes.remote_layer import connect_group
@@ -138,6 +138,9 @@ def _open_service(
         kv_bytes_per_token=kv_bytes_per_token,
         request_limits=_request_limits(launch),
         prepare=PrepareOptions(launch.prepare_workers, launch.prepare_timeout),
+        doors=DoorOptions(
+            launch.tool_call_parser, launch.reasoning_parser, launch.strict_fields, launch.strict_model_names
+        ),
     )
     service.approximations = fill_gpus(placement, cache_bytes, launch.chunked_prefill_size, plan, graphs, log)
     service.approximations |= _encoded_on_load(launch, target, operators, options.kt_optimize_rule, coded=bool(coded))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers.serve.http.tools import ToolCall, ToolCallSplitter, parameter_types, parse_calls
+
 from tests.support.serving import RunningServer
 
 TOOL = {

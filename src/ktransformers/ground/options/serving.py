@@ -79,6 +79,16 @@ class ServingOptions:
     chat_template: Path | None = option(
         None, "--chat-template", "a file with a Jinja template in place of the base model's"
     )
+    tool_call_parser: str | None = option(
+        None, "--tool-call-parser", "format of tool calls, in SGLang's words; default: recognised by the chat template"
+    )
+    reasoning_parser: str | None = option(
+        None, "--reasoning-parser", "format of reasoning, in SGLang's words; default: recognised by the chat template"
+    )
+    strict_fields: bool = option(False, "--strict-fields", "refuse requests with unknown fields; default: ignore them")
+    strict_model_names: bool = option(
+        False, "--strict-model-names", "refuse names claude-* and gpt-*; default: they are names of the base"
+    )
     threads: int | None = option(
         None,
         "--kt-cpuinfer --cpu-threads",

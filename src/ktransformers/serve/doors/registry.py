@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ktransformers.serve.doors.chat import CHAT
 from ktransformers.serve.doors.door import Door
+from ktransformers.serve.doors.ollama import OLLAMA
+from ktransformers.serve.http.error import ApiError
 
 DOORS: tuple[Door, ...] = (
     CHAT,
     # MESSAGES,
     # RESPONSES,
-    # OLLAMA,
+    OLLAMA,
 )
 DOOR_OF_NAME = {door.name: door for door in DOORS}
 
 
-def door_of_path(path: str) -> Door | None:
-    """The door whose envelope an error at this path has."""
-    matches = [door for door in DOORS if path == door.path or path.startswith(f"{door.path}/")]
-    return max(matches, key=lambda door: len(door.path), default=None)
+def error_document(path: str, error: ApiError) -> dict[str, Any]:
+    """The error in the envelope of the door that has this path, or of OpenAI."""
+    for door in DOORS:
+        if path == door.path or path.startswith(f"{door.path}/"):
+            return door.error_document(error)
+    return error.to_json()

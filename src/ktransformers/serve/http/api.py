@@ -1,4 +1,5 @@
-"""HTTP routes: OpenAI's paths, adapters over HTTP, health, metrics and one page; every error in OpenAI's envelope.
+"""HTTP routes: those of all doors, completions, adapters over HTTP, health, metrics and one page; every error in the
+envelope of the door that was asked, OpenAI's elsewhere.
 
 A request passes through `RequestBoundary` (its id, access, errors), `BodyReader` (bytes, within limits) and a worker
 process of `PreparePool` (everything that may be slow), then becomes sequences of the engine. The event loop only moves
@@ -24,21 +25,25 @@ from pydantic import BaseModel
 import ktransformers
 from ktransformers.ground.errors import KTError
 from ktransformers.ground.log import logger
+from ktransformers.serve.doors import ollama
+from ktransformers.serve.doors.door import Door
+from ktransformers.serve.doors.registry import DOORS, error_document
 from ktransformers.serve.http import metrics, openapi
-from ktransformers.serve.http.answers import (
-    SSE_DONE,
-    ChatCompletion,
-    Completion,
-    ResponseStream,
-    encode_json,
-    sse_event,
-)
+from ktransformers.serve.http.answers import Completion, DoorAnswer, ResponseStream
 from ktransformers.serve.http.body import BodyReader
-from ktransformers.serve.http.boundary import AccessRules, RequestBoundary, api_error
+from ktransformers.serve.http.boundary import AccessRules, RequestBoundary
 from ktransformers.serve.http.error import ApiError
+from ktransformers.serve.http.model_list import list_models
 from ktransformers.serve.http.page import page_document, page_headers
-from ktransformers.serve.http.prepare import PreparedRequest, parse_body
-from ktransformers.serve.http.protocol import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
+from ktransformers.serve.http.prepare import PreparedRequest
+from ktransformers.serve.http.protocol import (
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadAdapter,
+    TokenizeRequest,
+    UnloadAdapter,
+    parse_body,
+)
 from ktransformers.serve.http.registry import UnknownModel
 from ktransformers.serve.http.service import Service
 from ktransformers.serve.http.training import TrainingRuns
@@ -48,7 +53,17 @@ LOG = logger(__name__)
 DISCONNECT_POLL_SECONDS = 0.25  # between checks whether the client is still connected
 MAX_WAITING_LOADS = 32  # requests to load an adapter
 MAX_ADAPTER_BODY_BYTES = 2**16  # of a request that loads or unloads an adapter; parsed on the event loop
-COMPLETIONS: dict[str, type[ChatCompletion] | type[Completion]] = {"chat": ChatCompletion, "completion": Completion}
+SSE = "text/event-stream"
+IGNORED_HEADER = "x-ktransformers-ignored-fields"
+MAX_IGNORED_NAMES = 256  # of unknown fields that are logged
+MAX_HEADER_CHARACTERS = 1000
+EXPOSED_HEADERS = ["x-request-id", IGNORED_HEADER]
+# Paths of other kinds of models -> what a user may run beside this server.
+OTHER_MODELS = {
+    **dict.fromkeys(("/v1/embeddings", "/api/embed", "/api/embeddings"), "embeddings"),
+    **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank", "/v1/score"), "reranking"),
+}
+MakeAnswer = Callable[[Service, PreparedRequest, ResponseStream, str], DoorAnswer | Completion]
 
 
 class RequestCounter:
@@ -74,10 +89,10 @@ class RequestCounter:
 class CancellingStream(StreamingResponse):  # type: ignore[misc,unused-ignore]
     """A stream whose sequences end with it, also if the client disconnects before the first event."""
 
-    def __init__(self, events: AsyncIterator[str], responses: ResponseStream) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._responses = responses
+    def __init__(self, answer: DoorAnswer | Completion, media_type: str, headers: dict[str, str]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
+        super().__init__(answer.stream(), media_type=media_type, headers=headers)
+        self._responses = answer.responses
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -94,27 +109,68 @@ class Api:
         self._bodies = BodyReader(service.request_limits.max_body_bytes)
         self._adapter_bodies = BodyReader(MAX_ADAPTER_BODY_BYTES)
         self._loading, self._waiting_loads = asyncio.Lock(), 0
-
-    async def chat(self, request: Request) -> Response:
-        return await self._generate(request, "chat")
+        self._ignored_names: set[str] = set()
 
     async def completion(self, request: Request) -> Response:
-        return await self._generate(request, "completion")
+        prepared = await self._prepare(request, "completion")
+        return await self._answer(request, prepared, Completion, SSE)
 
-    async def _generate(self, request: Request, kind: str) -> Response:
-        request_id = request.scope["request_id"]
-        async with self._bodies.read(request) as body:
-            prepared = await self._while_connected(request, self.pool.prepare(kind, body, self.service.templates()))
+    async def converse(self, door: Door, request: Request) -> Response:
+        prepared = await self._prepare(request, door.name)
+        return await self._answer(request, prepared, functools.partial(DoorAnswer, door), door.media_type)
+
+    async def count(self, door: Door, request: Request) -> Response:
+        prepared = await self._prepare(request, door.name)
+        assert door.count_document is not None
         if prepared is None:
             return Response(status_code=499)
+        return JSONResponse(door.count_document(len(prepared.prompts[0].tokens)))
+
+    async def tokenize(self, request: Request) -> Response:
+        """vLLM's: of text, or of the messages of a chat completion."""
+        prepared = await self._prepare(request, "tokenize")
+        if prepared is None:
+            return Response(status_code=499)
+        tokens = list(prepared.prompts[0].tokens)
+        document = {"count": len(tokens), "max_model_len": self.service.max_sequence_tokens, "tokens": tokens}
+        strings = self.service.tokenizer.convert_ids_to_tokens(tokens) if prepared.echo else None
+        return JSONResponse({**document, "token_strs": strings})
+
+    async def detokenize(self, request: Request) -> Response:
+        prepared = await self._prepare(request, "detokenize")
+        return Response(status_code=499) if prepared is None else JSONResponse({"prompt": prepared.prompts[0].text})
+
+    async def _prepare(self, request: Request, kind: str) -> PreparedRequest | None:
+        """None: the client has disconnected."""
+        async with self._bodies.read(request) as body:
+            prepared = await self._while_connected(request, self.pool.prepare(kind, body, self.service.templates()))
+        if prepared is not None:
+            self._log_ignored(request.url.path, prepared.ignored)
+        return prepared  # type: ignore[no-any-return]
+
+    def _log_ignored(self, path: str, names: tuple[str, ...]) -> None:
+        """Each name once, and not more of them than a log should hold."""
+        new = sorted(set(names) - self._ignored_names)
+        if new and len(self._ignored_names) < MAX_IGNORED_NAMES:
+            self._ignored_names.update(new)
+            LOG.warning("%s: unknown fields are ignored: %s", path, ascii(", ".join(new))[1:-1][:MAX_HEADER_CHARACTERS])
+
+    async def _answer(
+        self, request: Request, prepared: PreparedRequest | None, make_answer: MakeAnswer, media_type: str
+    ) -> Response:
+        if prepared is None:
+            return Response(status_code=499)
+        request_id = request.scope["request_id"]
         responses = await asyncio.to_thread(self._submit, prepared, request_id, asyncio.get_running_loop())
-        completion = COMPLETIONS[kind](self.service, prepared, responses)
+        answer = make_answer(self.service, prepared, responses, request_id)
+        ignored = ascii(", ".join(prepared.ignored))[1:-1][:MAX_HEADER_CHARACTERS]
+        headers = {IGNORED_HEADER: ignored} if ignored else {}
         if prepared.stream:
-            return CancellingStream(_stream(completion, request_id), responses)
-        document = await self._while_connected(request, _complete(completion))
+            return CancellingStream(answer, media_type, headers)
+        document = await self._while_connected(request, answer.complete())
         if document is None:
             return Response(status_code=499)
-        return Response(document, media_type="application/json")
+        return Response(document, media_type="application/json", headers=headers)
 
     def _submit(self, prepared: PreparedRequest, request_id: str, loop: asyncio.AbstractEventLoop) -> ResponseStream:
         requests = self.service.generation_requests(prepared, request_id)
@@ -134,38 +190,34 @@ class Api:
             task.cancel()
 
     async def models(self) -> dict[str, Any]:
-        registry, max_tokens = self.service.registry, self.service.max_sequence_tokens
-        shared: dict[str, Any] = {"object": "model", "owned_by": "ktransformers", "max_model_len": max_tokens}
-        if self.service.attention_backend:
-            shared["attention_backend"] = self.service.attention_backend
-        shared["cache"] = self.service.describe_cache()
-        if self.service.approximations:
-            shared["approximations"] = self.service.approximations
-        base = {"id": registry.served, "created": registry.created, "root": registry.model, "parent": None, **shared}
-        loaded = [
-            {
-                "id": f"{registry.served}:{name}",
-                "created": entry.created,
-                "root": entry.adapter.source,
-                "parent": registry.served,
-                "matrices": entry.adapter.matrices,
-                "chat_template": self.service.template_origin(entry.adapter),
-                **shared,
-            }
-            for name, entry in registry.loaded.items()
-        ]
-        return {"object": "list", "data": [base, *loaded]}
+        models = list_models(self.service)
+        return {"object": "list", "data": models, "models": []}
 
     async def model(self, name: str) -> dict[str, Any]:
-        for entry in (await self.models())["data"]:
+        for entry in list_models(self.service):
             if entry["id"] == name:
-                model: dict[str, Any] = entry
-                return model
+                return entry
         raise ApiError(404, f"model {name!r} is not served", param="model", code="model_not_found")
+
+    async def ollama_tags(self) -> dict[str, Any]:
+        return {"models": [ollama.tag(entry) for entry in list_models(self.service)]}
+
+    async def ollama_show(self, request: Request) -> dict[str, Any]:
+        async with self._adapter_bodies.read(request) as body:
+            asked, _ = parse_body(body, ollama.ShowBody)
+        name = ollama.model_name(asked.model or asked.name or "") or self.service.registry.served
+        self.service.find(name)
+        models = list_models(self.service)
+        entry = next((one for one in models if one["id"] == name or one["id"].endswith(f":{name}")), models[0])
+        return ollama.show(entry, self.service.template_of(self.service.find(name)) or "")
+
+    async def ollama_version(self) -> dict[str, Any]:
+        return {"version": ollama.VERSION}
 
     async def load(self, request: Request) -> dict[str, Any]:
         async with self._adapter_bodies.read(request) as body:
-            asked = parse_body(body, LoadAdapter)
+            asked, ignored = parse_body(body, LoadAdapter)
+        self._log_ignored(request.url.path, ignored)
         registry = self.service.registry
         if self._waiting_loads >= MAX_WAITING_LOADS:
             raise ApiError(429, f"{MAX_WAITING_LOADS} adapters are being loaded already", code="queue_full")
@@ -179,7 +231,8 @@ class Api:
 
     async def unload(self, request: Request) -> dict[str, Any]:
         async with self._adapter_bodies.read(request) as body:
-            asked = parse_body(body, UnloadAdapter)
+            asked, ignored = parse_body(body, UnloadAdapter)
+        self._log_ignored(request.url.path, ignored)
         try:
             self.service.registry.unload(asked.lora_name)
         except UnknownModel as error:
@@ -216,21 +269,6 @@ class Api:
         return {"runs": await asyncio.to_thread(self._training.list)}
 
 
-async def _complete(completion: ChatCompletion | Completion) -> str:
-    await completion.responses.complete()
-    return await asyncio.to_thread(lambda: encode_json(completion.document()))
-
-
-async def _stream(completion: ChatCompletion | Completion, request_id: str) -> AsyncIterator[str]:
-    """Status 200 is sent before the first event, so an error is an event as well."""
-    try:
-        async for event in completion.stream():
-            yield event
-    except Exception as error:
-        yield sse_event(api_error(error, request_id).to_json())
-    yield SSE_DONE
-
-
 def _load_adapter(load: Callable[..., Any], asked: LoadAdapter, request_id: str) -> None:
     """A path without an adapter is refused in the same words whether it exists or not; the log has the reason. What is
     wrong with an adapter is told."""
@@ -258,12 +296,23 @@ def _load_adapter(load: Callable[..., Any], asked: LoadAdapter, request_id: str)
 
 async def _http_error(request: Request, error: Any) -> Response:
     """What the router refuses: paths and methods that do not exist."""
-    where = f"{request.method} {request.url.path[:200]}"
+    path = request.url.path
+    where = f"{request.method} {path[:200]}"
     message, code = f"{where}: {error.detail}", None
     if error.status_code == 404:
-        served = "/v1/chat/completions, /v1/completions and /v1/models"
+        served = ", ".join([*(door.path for door in DOORS), "/v1/completions", "/v1/models"])
         message, code = f"{where} does not exist on this server, which has {served}", "unknown_url"
-    document = ApiError(error.status_code, message, code=code).to_json()
+        if path in OTHER_MODELS:
+            message = f"{where}: this server has one language model and does no {OTHER_MODELS[path]}; run a server with"
+            message += " such a model beside it (`llama-server --embedding`, vLLM, text-embeddings-inference, Ollama)"
+            message += " and give your client its address for that"
+    elif request.method == "OPTIONS" and (origin := request.headers.get("origin")):
+        message = (
+            f"Origin: given {origin[:200]!r}, expected the server's own page; start it with --cors-origins {origin}"
+        )
+        code = "origin_not_allowed"
+        LOG.warning("a page of %.200r was refused; --cors-origins %.200s allows it", origin, origin)
+    document = error_document(path, ApiError(error.status_code, message, code=code))
     return JSONResponse(document, status_code=error.status_code, headers=error.headers)
 
 
@@ -300,18 +349,29 @@ def create_app(
         title="ktransformers", version=ktransformers.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     json_media = ("application/json",)
-    for path, handler, request_model, media in (
-        ("/v1/chat/completions", api.chat, ChatRequest, (*json_media, "text/event-stream")),
-        ("/v1/completions", api.completion, CompletionRequest, (*json_media, "text/event-stream")),
+    posts: list[tuple[str, Callable[[Any], Any], type[BaseModel] | None, tuple[str, ...]]] = []
+    for door in DOORS:
+        posts.append((door.path, functools.partial(api.converse, door), door.body, (*json_media, door.media_type)))
+        if door.count_path:
+            posts.append((door.count_path, functools.partial(api.count, door), door.body, json_media))
+    posts += [
+        ("/v1/completions", api.completion, CompletionRequest, (*json_media, SSE)),
+        ("/tokenize", api.tokenize, TokenizeRequest, json_media),
+        ("/detokenize", api.detokenize, DetokenizeRequest, json_media),
+        ("/api/show", api.ollama_show, ollama.ShowBody, json_media),
         ("/v1/load_lora_adapter", api.load, LoadAdapter, json_media),
         ("/load_lora_adapter", api.load, LoadAdapter, json_media),
         ("/v1/unload_lora_adapter", api.unload, UnloadAdapter, json_media),
         ("/unload_lora_adapter", api.unload, UnloadAdapter, json_media),
-    ):
-        route = {"openapi_extra": openapi.request_body(request_model), "responses": openapi.responses(*media)}
+    ]
+    for path, handler, request_model, media in posts:
+        described = {} if request_model is None else openapi.request_body(request_model)
+        route = {"openapi_extra": described, "responses": openapi.responses(*media), "operation_id": path.strip("/")}
         app.add_api_route(path, _post_handler(handler), methods=["POST"], response_model=None, **route)
     for path, get_handler, media_type, response in (
         ("/v1/models", api.models, "application/json", JSONResponse),
+        ("/api/tags", api.ollama_tags, "application/json", JSONResponse),
+        ("/api/version", api.ollama_version, "application/json", JSONResponse),
         ("/health", api.health, "application/json", JSONResponse),
         ("/metrics", api.metrics, "text/plain", PlainTextResponse),
         ("/", api.page, "text/html", HTMLResponse),
@@ -324,7 +384,7 @@ def create_app(
     app.add_api_route("/training", api.training, **route_options)
     app.add_api_route("/training/runs", api.training_runs, **route_options)
     fastapi_openapi = app.openapi
-    kinds: list[type[BaseModel]] = [ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter]
+    kinds = sorted({model for _, _, model, _ in posts if model is not None}, key=lambda model: model.__name__)
     app.openapi = functools.cache(lambda: openapi.add_schemas(fastapi_openapi(), kinds, service.registry.served))
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _query_error)
@@ -333,9 +393,15 @@ def create_app(
     paths = {route.path for route in app.routes if "{" not in route.path}
     app.add_middleware(RequestBoundary, rules=rules)
     if rules.origins:
-        methods, headers = ["GET", "POST"], ["Authorization", "Content-Type"]
-        origins = sorted(rules.origins)
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=headers)
+        # Any header: clients in browsers send those of their SDK.
+        origins, methods = sorted(rules.origins), ["GET", "POST"]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=methods,
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
     app.add_middleware(RequestCounter, counts=api.requests, paths=paths)
     return app
 
@@ -344,7 +410,6 @@ def _post_handler(handler: Callable[[Any], Any]) -> Callable[..., Any]:
     async def answer(request: Request) -> Any:
         return await handler(request)
 
-    answer.__name__ = handler.__name__
     return answer
 
 

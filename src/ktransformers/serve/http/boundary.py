@@ -7,7 +7,8 @@ be an address or a name of this server, and a request that is not a GET must com
 page, or from an origin that `--cors-origins` names. Bodies must be `application/json` (`serve/http/body.py`), which a
 form cannot send.
 
-An error that a client can act on (`KTError`: of the request or of a file that it names) is a 4xx in OpenAI's envelope.
+An error that a client can act on (`KTError`: of the request or of a file that it names) is a 4xx in the envelope of the
+door that was asked.
 A client that has disconnected gets nothing. Anything else is a bug: it is logged once, with the request's id, which
 every answer carries as x-request-id, and answered with 500.
 """
@@ -19,7 +20,7 @@ import ipaddress
 import json
 import socket
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from starlette.requests import ClientDisconnect  # type: ignore[import-not-found
 
 from ktransformers.ground.errors import KTError
 from ktransformers.ground.log import logger
+from ktransformers.serve.doors.registry import error_document
 from ktransformers.serve.http.error import UNAVAILABLE, ApiError
 from ktransformers.serve.scheduler.engine import Unavailable
 
@@ -50,13 +52,14 @@ class AccessRules:
         self._check_host(host)
         if scope["method"] not in READING_METHODS:
             self._check_origin(headers.get("origin"), host)
-        self._check_key(scope["path"], headers.get("authorization", ""))
+        self._check_key(scope["path"], headers)
 
     def _check_host(self, host: str) -> None:
         name = host_name(host)
         if ANY in self.hosts or name in self.hosts or (self.any_address and _is_address(name)):
             return
-        message = f"Host: given {name!r}, expected the address that the server listens on; --allowed-hosts adds names"
+        message = f"Host: given {name!r}, expected the address that the server listens on; start it with"
+        message += f" --allowed-hosts {name or 'NAME'} if clients have to reach it under this name"
         raise ApiError(403, message, code="host_not_allowed")
 
     def _check_origin(self, origin: str | None, host: str) -> None:
@@ -64,16 +67,17 @@ class AccessRules:
             return
         if origin.lower().partition("://")[2] == host.lower() != "":
             return
-        message = f"Origin: given {origin!r}, expected the server's own page; --cors-origins adds origins"
+        message = f"Origin: given {origin!r}, expected the server's own page; start it with --cors-origins {origin}"
         raise ApiError(403, message, code="origin_not_allowed")
 
-    def _check_key(self, path: str, authorization: str) -> None:
+    def _check_key(self, path: str, headers: Mapping[str, str]) -> None:
         if self.api_key is None or path in PATHS_WITHOUT_KEY:
             return
-        scheme, _, given = authorization.partition(" ")
-        matches = hmac.compare_digest(given.strip().encode("latin-1"), self.api_key.encode())
-        if scheme.lower() != "bearer" or not matches:
-            raise ApiError(401, "no valid API key was given; send `Authorization: Bearer KEY`", code="invalid_api_key")
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [headers.get("x-api-key", ""), bearer if scheme.lower() == "bearer" else ""]
+        if not any(hmac.compare_digest(key.strip().encode("latin-1"), self.api_key.encode()) for key in given):
+            message = "no valid API key was given; send `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            raise ApiError(401, message, code="invalid_api_key")
 
 
 def rules_for(
@@ -152,7 +156,7 @@ class RequestBoundary:
         except Exception as error:
             answer = api_error(error, request_id)
         if not started:
-            await send_error(answer, send_with_id)
+            await send_error(answer, scope["path"], send_with_id)
 
 
 def api_error(error: Exception, request_id: str) -> ApiError:
@@ -170,8 +174,8 @@ def api_error(error: Exception, request_id: str) -> ApiError:
     return ApiError(500, f"{type(error).__name__}; the server's log has it under {request_id}", code="internal_error")
 
 
-async def send_error(error: ApiError, send: Any) -> None:
-    body = json.dumps(error.to_json(), ensure_ascii=False).encode("utf-8", "replace")
+async def send_error(error: ApiError, path: str, send: Any) -> None:
+    body = json.dumps(error_document(path, error), ensure_ascii=False).encode("utf-8", "replace")
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if error.status in RETRY_STATUSES:
         headers.append((b"retry-after", b"1"))

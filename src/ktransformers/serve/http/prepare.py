@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os.path
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -114,6 +113,14 @@ class PreparedRequest:
     grammar: str | None = None  # of llguidance, that the whole response has to follow
     ignored: tuple[str, ...] = ()  # names of fields without effect
     chat: PreparedChat | None = None  # None: no conversation
+
+
+def common_length(first: str, second: str) -> int:
+    """Characters at the beginning that both texts share."""
+    shorter = min(len(first), len(second))
+    if first[:shorter] == second[:shorter]:
+        return shorter
+    return next(index for index, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1])
 
 
 class RequestPreparer:
@@ -387,7 +394,7 @@ class RequestPreparer:
             except Exception as error:  # a template may raise anything
                 refusal = refusal or error
                 continue
-            return prompt, prompt[len(os.path.commonprefix([prompt, before])) :]
+            return prompt, prompt[common_length(prompt, before) :]
         reason = "it leaves out a system message" if refusal is None else f"{type(refusal).__name__}: {refusal}"
         message = f"messages: the model's chat template refuses them ({reason})"
         raise ApiError(400, message, param="messages") from refusal

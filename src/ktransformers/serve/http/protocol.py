@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ktransformers.serve.doors.conversation import Generation
+from ktransformers.serve.doors.fields import EXPECTED, Fields, Finite
 from ktransformers.serve.http.error import ApiError
 
 MAX_TOP_LOGPROBS = 20  # alternatives that a request may ask for
@@ -32,7 +32,6 @@ GIVEN_SAMPLING = (
 )
 
 Count = Annotated[int, Field(ge=0, le=2**31)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31)]
 ModelName = Annotated[str, Field(max_length=1024)]
 StopString = Annotated[str, Field(max_length=1024)]
@@ -41,19 +40,13 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
-class KnownFields(BaseModel):
-    """Unknown fields are kept apart, so that they can be named."""
-
-    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
-
-
 class OpenModel(BaseModel):
     """Unknown fields belong to the document, as those of a message do, which templates read."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=Fields)
 
 
 def parse_body(body: bytes | bytearray, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
@@ -68,42 +61,16 @@ def parse_body(body: bytes | bytearray, kind: type[Body]) -> tuple[Body, tuple[s
             raise ApiError(400, f"body: {errors[0]['msg']}") from error
         name, message = _describe_errors(errors, document)
         raise ApiError(400, message, param=name or None) from error
-    return request, tuple(_unknown_fields(request, ""))
+    return request, tuple(request.unknown_fields())
 
 
-def _unknown_fields(request: BaseModel, prefix: str) -> Iterator[str]:
-    yield from (f"{prefix}{name}" for name in request.model_extra or ())
-    for name in request.model_fields_set & set(type(request).model_fields):
-        value = getattr(request, name)
-        if isinstance(value, KnownFields):
-            yield from _unknown_fields(value, f"{prefix}{name}.")
-
-
-# pydantic's type of an error -> what is expected; names in braces are of the error's context.
-EXPECTED = {
-    "missing": "a value, which is required",
-    "string_type": "text",
-    "int_type": "an integer",
+EXPECTED_HERE = EXPECTED | {
     "int_from_float": "an integer",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
     "model_attributes_type": "an object",
     "none_required": "null",
-    "literal_error": "{expected}",
     "less_than": "less than {lt}",
-    "less_than_equal": "at most {le}",
-    "greater_than": "more than {gt}",
-    "greater_than_equal": "at least {ge}",
-    "string_too_long": "at most {max_length} characters",
-    "string_too_short": "at least {min_length} characters",
     "string_pattern_mismatch": "text that matches {pattern}",
     "string_unicode": "Unicode text",
-    "too_long": "at most {max_length} entries",
-    "too_short": "at least {min_length} entries",
 }
 
 
@@ -112,7 +79,7 @@ def _describe_errors(errors: list[ErrorDetails], document: Any) -> tuple[str, st
     each of them, at a place that names the type as well."""
     name = _field_name(errors[0], document)
     same = [one for one in errors if _field_name(one, document) == name]
-    expected = [EXPECTED.get(one["type"], one["msg"]).format_map(one.get("ctx", {})) for one in same]
+    expected = [EXPECTED_HERE.get(one["type"], one["msg"]).format_map(one.get("ctx", {})) for one in same]
     given = "nothing" if errors[0]["type"] == "missing" else reprlib.repr(errors[0]["input"])
     return name, f"{name or 'body'}: given {given}, expected {' or '.join(dict.fromkeys(expected))}"
 
@@ -130,26 +97,26 @@ def _field_name(error: ErrorDetails, document: Any) -> str:
     return ".".join(names)
 
 
-class StreamOptions(KnownFields):
+class StreamOptions(Fields):
     include_usage: bool = False
     # Accepted without effect: OpenAI's padding, and usage in every part of vLLM's and SGLang's streams.
     include_obfuscation: bool = False
     continuous_usage_stats: bool = False
 
 
-class JsonSchema(KnownFields):
+class JsonSchema(Fields):
     name: str
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
     description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(KnownFields):
+class ResponseFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(KnownFields):
+class StructuredOutputs(Fields):
     """vLLM's; of its kinds of constraints only a JSON schema."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
@@ -164,7 +131,7 @@ def _as_unlimited(value: Any) -> Any:
 MaxTokens = Annotated[Count | None, BeforeValidator(_as_unlimited)]
 
 
-class CommonRequest(KnownFields):
+class CommonRequest(Fields):
     model: ModelName | None = None  # none: the one that is served
     max_tokens: MaxTokens = None
     temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
@@ -201,7 +168,7 @@ class CommonRequest(KnownFields):
     def usage_in_stream(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def schema(self) -> Any:
+    def answer_schema(self) -> Any:
         """The JSON schema that the answer has to follow; None: none."""
         wanted = self.response_format
         if wanted is not None and wanted.type == "json_schema":
@@ -232,7 +199,7 @@ class CommonRequest(KnownFields):
             ignore_eos=self.ignore_eos,
             keep_special=not self.skip_special_tokens,
             logprobs=logprobs,
-            schema=self.schema(),
+            schema=self.answer_schema(),
             return_token_ids=return_token_ids,
         )
 
@@ -261,7 +228,7 @@ class CompletionRequest(CommonRequest):
     suffix: Annotated[str, AfterValidator(_no_suffix)] | None = None
 
 
-class TokenizeRequest(KnownFields):
+class TokenizeRequest(Fields):
     """vLLM's for text; with `messages` the body is that of a chat completion."""
 
     prompt: str
@@ -269,17 +236,17 @@ class TokenizeRequest(KnownFields):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(KnownFields):
+class DetokenizeRequest(Fields):
     tokens: Tokens
 
 
-class LoadAdapter(KnownFields):
+class LoadAdapter(Fields):
     lora_name: Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=256)]
     lora_path: Annotated[str, Field(min_length=1)]
     load_inplace: bool = False  # replace a loaded adapter of the same name
     pinned: bool | None = None  # SGLang's, ignored
 
 
-class UnloadAdapter(KnownFields):
+class UnloadAdapter(Fields):
     lora_name: str
     lora_int_id: int | None = None  # vLLM's, ignored
