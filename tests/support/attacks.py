@@ -115,7 +115,7 @@ ATTACKS: Sequence[Attack] = (
     Attack("100,000 biases", COMPLETIONS, completion(prompt="a", logit_bias={str(n): 1 for n in range(100_000)})),
     Attack("a long model name", COMPLETIONS, completion(prompt="a", model="m" * 10**6)),
     Attack("an unknown model", COMPLETIONS, completion(prompt="a", model="m" * 1000), (404,)),
-    Attack("a long unknown field", COMPLETIONS, completion(prompt="a", **{"f" * 10**5: 1})),
+    Attack("a long unknown field", COMPLETIONS, completion(prompt="a", **{"f" * 10**5: 1}), (200,)),
     Attack(
         "a lora_path with a long component",
         LOAD,

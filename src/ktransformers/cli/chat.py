@@ -109,9 +109,14 @@ class ChatHistory:
                 for part in stream:
                     tokens = (part.get("usage") or {}).get("completion_tokens", tokens)
                     for choice in part.get("choices", []):
-                        piece = choice["delta"].get("content") or ""
-                        if piece:
+                        delta = choice["delta"]
+                        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+                        piece = delta.get("content") or ""
+                        if thought or piece:
                             first_token_time, pieces = first_token_time or time.monotonic(), pieces + 1
+                        if thought:
+                            view.thought(thought)
+                        if piece:
                             answer += piece
                             view.piece(piece)
         except KeyboardInterrupt:

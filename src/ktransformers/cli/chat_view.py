@@ -22,6 +22,9 @@ MARGIN = 4  # lines of the terminal that a block leaves free
 
 
 class AnswerView(Protocol):
+    def thought(self, text: str) -> None:
+        """The next piece of the model's reasoning."""
+
     def piece(self, text: str) -> None: ...
 
     def close(self) -> None: ...
@@ -29,6 +32,9 @@ class AnswerView(Protocol):
 
 class NoView:
     """For --json."""
+
+    def thought(self, text: str) -> None:
+        pass
 
     def piece(self, text: str) -> None:
         pass
@@ -39,9 +45,17 @@ class NoView:
 
 class PlainView:
     def __init__(self, terminal: bool) -> None:
-        self._terminal = terminal
+        self._terminal, self._thinking = terminal, False
+
+    def thought(self, text: str) -> None:
+        if self._terminal:
+            print(f"\x1b[2m{CONTROL.sub('', text)}\x1b[0m", end="", flush=True)
+            self._thinking = True
 
     def piece(self, text: str) -> None:
+        if self._thinking:
+            print("\n")
+            self._thinking = False
         print(CONTROL.sub("", text) if self._terminal else text, end="", flush=True)
 
     def close(self) -> None:
@@ -83,8 +97,16 @@ class MarkdownView:
 
         self._console = console or RichConsole(highlight=False)
         self._text, self._printed = "", 0  # blocks that stay on the screen
+        self._thoughts = ""  # shown until the answer begins
         self._live = Live(console=self._console, transient=True, refresh_per_second=REFRESHES)
         self._live.start()
+
+    def thought(self, text: str) -> None:
+        from rich.text import Text
+
+        self._thoughts += CONTROL.sub("", text)
+        lines = self._thoughts.split("\n")[-max(1, self._console.height - MARGIN) :]
+        self._live.update(Text("\n".join(lines), style="dim"))
 
     def piece(self, text: str) -> None:
         from rich.text import Text

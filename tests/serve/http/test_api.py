@@ -102,11 +102,12 @@ def test_chat_template_receives_its_variables(client: Any, served: RunningServer
 
 
 def test_developer_role_is_system_and_parts_are_text(served: RunningServer) -> None:
-    from ktransformers.serve.http.protocol import ChatRequest
+    from ktransformers.serve.doors.chat import CHAT
 
     def prompt(*messages: dict[str, Any]) -> tuple[int, ...]:
-        requested = ChatRequest.model_validate({"model": "tiny", "messages": [*messages, *MESSAGES], "max_tokens": 1})
-        actual: tuple[int, ...] = served.service.chat(requested).prompt
+        body = {"model": "tiny", "messages": [*messages, *MESSAGES], "max_tokens": 1}
+        generation, _ = served.service.chat(CHAT.parse(json.dumps(body).encode()))
+        actual: tuple[int, ...] = generation.prompt
         return actual
 
     plain = prompt({"role": "system", "content": "Be brief."})
@@ -175,11 +176,15 @@ def test_echo_of_text_reports_offsets(client: Any) -> None:
         (b"{", 400, "JSON"),
         (b"[" * 100_000, 400, "recursion"),
         (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', 400, "temperature"),
-        ({"prompt": "a"}, 400, "model"),
+        ({"model": "tiny"}, 400, "prompt: given nothing, expected a value"),
+        ({"model": 3, "prompt": "a"}, 400, "model: given 3, expected text"),
         ({"model": "other", "prompt": "a"}, 404, "not served; expected one of tiny, tiny:one"),
         ({"model": "tiny:none", "prompt": "a"}, 404, "not served"),
-        ({"model": "tiny", "prompt": "a", "wishes": 3}, 400, "wishes"),
-        ({"model": "tiny", "prompt": "a", "max_tokens": "8"}, 400, "max_tokens"),
+        ({"model": "tiny", "prompt": 3}, 400, "prompt: given 3, expected text or a list"),
+        ({"model": "tiny", "prompt": ["a", 1]}, 400, "prompt"),
+        ({"model": "tiny", "prompt": "a", "max_tokens": "8"}, 400, "max_tokens: given '8', expected an integer"),
+        ({"model": "tiny", "prompt": "a", "suffix": "b"}, 400, "suffix: given 'b', expected no text"),
+        ({"model": "tiny", "prompt": "a", "guided_json": "{"}, 400, "guided_json"),
         ({"model": "tiny", "prompt": "a", "max_tokens": 100_000}, 400, "512 is the limit"),
         ({"model": "tiny", "prompt": [6400]}, 400, "less than 6400"),
         ({"model": "tiny", "prompt": []}, 400, "empty"),
@@ -315,8 +320,9 @@ def test_openapi_describes_every_path(served: RunningServer) -> None:
     schemas = document["components"]["schemas"]
     for name in re.findall(r"#/components/schemas/(\w+)", text):
         assert name in schemas
-    assert "#/$defs" not in text and "messages" in schemas["ChatRequest"]["properties"]
-    assert {"/v1/completions", "/v1/models", "/v1/load_lora_adapter", "/metrics"} <= set(document["paths"])
+    assert "#/$defs" not in text and "messages" in schemas["ChatBody"]["properties"]
+    listed = {"/v1/completions", "/v1/models", "/v1/load_lora_adapter", "/metrics", "/api/chat", "/tokenize"}
+    assert listed <= set(document["paths"])
     answers = document["paths"]["/v1/chat/completions"]["post"]["responses"]
     assert {"200", "400", "404", "429"} <= set(answers) and "422" not in answers
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-
 from tests.support.serving import RunningServer
 
 TOOL = {
@@ -29,46 +28,18 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-TYPES = parameter_types([TOOL])
 ACTIVE = [{"role": "user", "content": "How is the weather?"}]
 
 
-def test_json_and_tagged_calls_are_parsed() -> None:
-    text = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"town": "Bonn"}}\n</tool_call>'
-    assert parse_calls(text, TYPES) == ("Let me see.", [ToolCall("weather", '{"town": "Bonn"}')])
-    tagged = (
-        "<tool_call>\n<function=weather>\n<parameter=town>\n12\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
-        "</function>\n</tool_call>"
-    )
-    before, calls = parse_calls(tagged, TYPES)
-    assert before == "" and json.loads(calls[0].arguments) == {"town": "12", "days": 3}
-    assert len(parse_calls(text + text, TYPES)[1]) == 2
-
-
-@pytest.mark.parametrize("text", ["no call", "<tool_call>\nnot JSON\n</tool_call>", '<tool_call>{"a": 1}</tool_call>'])
-def test_text_without_a_call_stays_text(text: str) -> None:
-    assert parse_calls(text, TYPES) == (text, [])
-
-
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_text_before_a_call_is_emitted_and_the_call_is_held(size: int) -> None:
-    text = 'a < b <tool <tool_call>{"name": "x"}</tool_call>'
-    apart = ToolCallSplitter()
-    out = "".join(apart.add(text[at : at + size]) for at in range(0, len(text), size))
-    assert out == "a < b <tool " and apart.end() == '<tool_call>{"name": "x"}</tool_call>'
-    plain = ToolCallSplitter()
-    assert "".join(plain.add(letter) for letter in "a <tool") + plain.end() == "a <tool"
-
-
 def test_json_without_llguidance_is_refused(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ktransformers.serve.doors.chat import CHAT
     from ktransformers.serve.http import grammar_source
     from ktransformers.serve.http.error import ApiError
-    from ktransformers.serve.http.protocol import ChatRequest
 
     monkeypatch.setattr(grammar_source, "PACKAGE", "no_such_package")
     requested = {"model": "tiny", "messages": ACTIVE, "response_format": {"type": "json_object"}}
     with pytest.raises(ApiError, match="pip install"):
-        served.service.chat(ChatRequest.model_validate(requested))
+        served.service.chat(CHAT.parse(json.dumps(requested).encode()))
 
 
 class TestConstrained:
@@ -111,6 +82,7 @@ class TestConstrained:
             "messages": ACTIVE,
             "tools": [TOOL],
             "tool_choice": choice,
+            "parallel_tool_calls": False,
             "seed": 3,
             "max_tokens": 250,
         }
@@ -121,18 +93,20 @@ class TestConstrained:
         parts = list(client.chat.completions.create(**same, stream=True))
         deltas = [part.choices[0].delta for part in parts]
         streamed = [one for delta in deltas for one in delta.tool_calls or []]
-        assert [one.function.arguments for one in streamed] == [call.function.arguments]
+        assert "".join(one.function.arguments for one in streamed) == call.function.arguments
+        assert [one.function.name for one in streamed if one.function.name] == ["weather"]
+        assert {one.index for one in streamed} == {0} and streamed[0].id and not any(one.id for one in streamed[1:])
         assert parts[-1].choices[0].finish_reason == "tool_calls"
 
 
 def test_chat_template_receives_tools(served: RunningServer) -> None:
-    from ktransformers.serve.http.protocol import ChatRequest
+    from ktransformers.serve.doors.chat import CHAT
 
     requested = {"model": "tiny", "messages": ACTIVE, "max_tokens": 4}
     service, preparer = served.service, served.service.preparer
 
     def prepare(request: dict[str, Any]) -> Any:
-        return preparer.chat(ChatRequest.model_validate(request), {})
+        return preparer.chat(CHAT.parse(json.dumps(request).encode()), {})
 
     plain = prepare(requested)
     offered = prepare({**requested, "tools": [TOOL]})
@@ -140,7 +114,7 @@ def test_chat_template_receives_tools(served: RunningServer) -> None:
     text = service.tokenizer.decode(offered.prompts[0].tokens)
     assert "weather" in text and "<tool_call>" in text
     assert plain.prompts == refused.prompts
-    assert offered.parses_calls and not refused.parses_calls
+    assert [tool.name for tool in offered.chat.tools] == ["weather"] and not refused.chat.tools
     history = [
         *ACTIVE,
         {

@@ -10,7 +10,7 @@ with the text of every system message in it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -27,6 +27,20 @@ def candidates(turns: Sequence[Turn]) -> Iterator[list[dict[str, Any]]]:
         yield [_message(turn) for turn in _as_user_text([*joined, *rest], first=len(joined))]
     if leading:
         yield [_message(turn) for turn in _as_user_text(turns, first=0)]
+
+
+def calls_as_text(turns: Sequence[Turn], call_text: Callable[[str, dict[str, Any]], str]) -> tuple[Turn, ...]:
+    """For templates without tool calls: calls as the text that the model writes for them, results as text of the
+    user."""
+    made = []
+    for turn in turns:
+        if turn.role == "tool":
+            turn = Turn("user", f"<tool_response>\n{_text(turn)}\n</tool_response>")
+        elif turn.calls:
+            written = [call_text(call.name, call.arguments) for call in turn.calls if isinstance(call.arguments, dict)]
+            turn = replace(turn, text="\n".join(filter(None, [turn.text, *written])), calls=())
+        made.append(turn)
+    return tuple(made)
 
 
 def template_tool(tool: Tool) -> dict[str, Any]:
@@ -70,6 +84,12 @@ def _message(turn: Turn) -> dict[str, Any]:
     if turn.name:
         message["name"] = turn.name
     return message
+
+
+def _text(turn: Turn) -> str:
+    """Templates have no place for the mark of a failed result, so its text says it."""
+    says_so = not turn.is_error or turn.text.lower().startswith("error")
+    return turn.text if says_so else f"Error: {turn.text}"
 
 
 def _call(call: Call) -> dict[str, Any]:

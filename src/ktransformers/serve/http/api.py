@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ MAX_ADAPTER_BODY_BYTES = 2**16  # of a request that loads or unloads an adapter;
 SSE = "text/event-stream"
 IGNORED_HEADER = "x-ktransformers-ignored-fields"
 MAX_IGNORED_NAMES = 256  # of unknown fields that are logged
-MAX_HEADER_CHARACTERS = 1000
+MAX_NAMES_CHARACTERS = 1000  # of unknown fields in a header or a line of the log
 EXPOSED_HEADERS = ["x-request-id", IGNORED_HEADER]
 # Paths of other kinds of models -> what a user may run beside this server.
 OTHER_MODELS = {
@@ -153,7 +153,7 @@ class Api:
         new = sorted(set(names) - self._ignored_names)
         if new and len(self._ignored_names) < MAX_IGNORED_NAMES:
             self._ignored_names.update(new)
-            LOG.warning("%s: unknown fields are ignored: %s", path, ascii(", ".join(new))[1:-1][:MAX_HEADER_CHARACTERS])
+            LOG.warning("%s: unknown fields are ignored: %s", path, _in_ascii(new))
 
     async def _answer(
         self, request: Request, prepared: PreparedRequest | None, make_answer: MakeAnswer, media_type: str
@@ -163,8 +163,7 @@ class Api:
         request_id = request.scope["request_id"]
         responses = await asyncio.to_thread(self._submit, prepared, request_id, asyncio.get_running_loop())
         answer = make_answer(self.service, prepared, responses, request_id)
-        ignored = ascii(", ".join(prepared.ignored))[1:-1][:MAX_HEADER_CHARACTERS]
-        headers = {IGNORED_HEADER: ignored} if ignored else {}
+        headers = {IGNORED_HEADER: _in_ascii(prepared.ignored)} if prepared.ignored else {}
         if prepared.stream:
             return CancellingStream(answer, media_type, headers)
         document = await self._while_connected(request, answer.complete())
@@ -269,6 +268,11 @@ class Api:
         return {"runs": await asyncio.to_thread(self._training.list)}
 
 
+def _in_ascii(names: Iterable[str]) -> str:
+    """Names of a request's fields for a header or the log."""
+    return ascii(", ".join(names))[1:-1][:MAX_NAMES_CHARACTERS]
+
+
 def _load_adapter(load: Callable[..., Any], asked: LoadAdapter, request_id: str) -> None:
     """A path without an adapter is refused in the same words whether it exists or not; the log has the reason. What is
     wrong with an adapter is told."""
@@ -303,13 +307,10 @@ async def _http_error(request: Request, error: Any) -> Response:
         served = ", ".join([*(door.path for door in DOORS), "/v1/completions", "/v1/models"])
         message, code = f"{where} does not exist on this server, which has {served}", "unknown_url"
         if path in OTHER_MODELS:
-            message = f"{where}: this server has one language model and does no {OTHER_MODELS[path]}; run a server with"
-            message += " such a model beside it (`llama-server --embedding`, vLLM, text-embeddings-inference, Ollama)"
-            message += " and give your client its address for that"
-    elif request.method == "OPTIONS" and (origin := request.headers.get("origin")):
-        message = (
-            f"Origin: given {origin[:200]!r}, expected the server's own page; start it with --cors-origins {origin}"
-        )
+            message += f"; for {OTHER_MODELS[path]} run another server with such a model, for example"
+            message += " `llama-server --embedding` or text-embeddings-inference, and give the client its address"
+    elif request.method == "OPTIONS" and (origin := request.headers.get("origin", "")):
+        message = f"Origin: given {origin!r}, expected the server's own page; start it with --cors-origins {origin}"
         code = "origin_not_allowed"
         LOG.warning("a page of %.200r was refused; --cors-origins %.200s allows it", origin, origin)
     document = error_document(path, ApiError(error.status_code, message, code=code))

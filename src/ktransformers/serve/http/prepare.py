@@ -18,9 +18,9 @@ from typing import Any
 from ktransformers.ground.errors import InputError
 from ktransformers.serve.doors.conversation import ChatRequest, Conversation, Generation, Reasoning, Tool, Turn
 from ktransformers.serve.doors.registry import DOOR_OF_NAME
-from ktransformers.serve.doors.template_messages import candidates, system_texts, template_tool
+from ktransformers.serve.doors.template_messages import calls_as_text, candidates, system_texts, template_tool
 from ktransformers.serve.formats import AnswerFormat, recognise
-from ktransformers.serve.http.error import ApiError
+from ktransformers.serve.http.error import MAX_PARAM_CHARACTERS, ApiError, bounded
 from ktransformers.serve.http.grammar_source import GrammarSource
 from ktransformers.serve.http.limits import (
     MAX_SCHEMA_CHARACTERS,
@@ -32,6 +32,7 @@ from ktransformers.serve.http.limits import (
 )
 from ktransformers.serve.http.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest, parse_body
 
+MAX_IGNORED_FIELDS = 32  # of one request that are named
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
@@ -129,13 +130,13 @@ class RequestPreparer:
         self._grammar_source = GrammarSource(tokenizer, settings.vocabulary)
         self._longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self._reserved = set(inspect.signature(type(tokenizer).apply_chat_template).parameters)
-        added = tokenizer.added_tokens_decoder.values()
-        # llguidance reads the text of these inside a schema as the token itself, which no JSON can contain.
-        self._special = [
-            token.content
-            for token in added
+        # Text -> id of the tokens that llguidance does not match by their text: inside of a schema the text stands for
+        # the token itself, which no JSON can contain.
+        self._special = {
+            token.content: number
+            for number, token in tokenizer.added_tokens_decoder.items()
             if token.special or (token.content.startswith("<") and token.content.endswith(">"))
-        ]
+        }
 
     def prepare(self, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]) -> PreparedRequest:
         """`kind`: a door's name, completion, tokenize or detokenize; `templates`: chat templates by model name, of
@@ -181,13 +182,13 @@ class RequestPreparer:
         self._check_tools(conversation)
         tools = () if conversation.tool_choice == "none" else conversation.tools
         conversation = replace(conversation, tools=tools)
-        rendered, prefix = self._render(conversation, template, text, answer_format)
+        rendered, prefix = self._render(conversation, template, answer_format)
         prompt = self._encode(rendered, 1, special=False)
         # A limit that the context does not reach is no error: clients ask for the most that a model may answer.
         left = max(1, self._settings.max_sequence_tokens - len(prompt.tokens))
         max_tokens = left if generation.max_tokens is None else min(generation.max_tokens, left)
         prepared = self._prepared(replace(generation, max_tokens=max_tokens), [prompt], ignored)
-        grammar = self._call_grammar(conversation, answer_format) if tools else None
+        grammar = self._call_grammar(conversation, answer_format, prefix) if tools else None
         if grammar is not None and conversation.tool_choice == "auto" and prepared.schema is not None:
             grammar = None  # the schema is what the client asked for; a call would not follow it
         schema = prepared.schema if grammar is None else None
@@ -201,11 +202,11 @@ class RequestPreparer:
         )
         return replace(prepared, schema=schema, grammar=grammar, chat=chat)
 
-    def _check_ignored(self, ignored: tuple[str, ...]) -> tuple[str, ...]:
-        if ignored and self._settings.strict_fields:
-            message = f"{ignored[0]}: given an unknown field, expected none (--strict-fields)"
-            raise ApiError(400, message, param=ignored[0])
-        return ignored
+    def _check_ignored(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        if names and self._settings.strict_fields:
+            message = f"{names[0]}: given an unknown field, expected none (--strict-fields)"
+            raise ApiError(400, message, param=names[0])
+        return tuple(bounded(name, MAX_PARAM_CHARACTERS) for name in names[:MAX_IGNORED_FIELDS])
 
     def _prepared(
         self, generation: Generation, prompts: list[TokenizedPrompt], ignored: tuple[str, ...]
@@ -302,13 +303,14 @@ class RequestPreparer:
         if len(text) > MAX_SCHEMA_CHARACTERS:
             message = f"response_format: given a schema of {len(text)} characters, expected {MAX_SCHEMA_CHARACTERS}"
             raise ApiError(400, f"{message} at most", param="response_format")
-        plain = json.dumps(schema, ensure_ascii=False)
-        for token in self._special:
-            if token in plain:
-                message = f"response_format or tools: given {token!r} in a schema, expected no text of a special token"
-                raise ApiError(400, message, param="response_format")
+        self._check_text("response_format", json.dumps(schema, ensure_ascii=False))
         self._compile(text, "response_format")
         return text
+
+    def _check_text(self, param: str, text: str) -> None:
+        for token in self._special:
+            if token in text:
+                raise ApiError(400, f"{param}: given {token!r}, expected no text of a special token", param=param)
 
     def _compile(self, source: str, param: str, *, is_schema: bool = True) -> None:
         try:
@@ -321,12 +323,13 @@ class RequestPreparer:
             raise ApiError(400, "tool_choice: given without tools, expected tools", param="tool_choice")
         for tool in conversation.tools:
             check_schema("tools", tool.parameters, self._settings.limits)
+            self._check_text("tools", tool.name)
         names = [tool.name for tool in conversation.tools]
         for name in conversation.chosen_tools:
             if name not in names:
                 raise ApiError(400, f"tool_choice: given {name!r}, expected one of {names}", param="tool_choice")
 
-    def _call_grammar(self, conversation: Conversation, answer_format: AnswerFormat) -> str | None:
+    def _call_grammar(self, conversation: Conversation, answer_format: AnswerFormat, prefix: str) -> str | None:
         """What the answer has to follow so that its tool calls are what was asked for; None: nothing."""
         grammar = answer_format.constraint(
             conversation.tools,
@@ -334,25 +337,29 @@ class RequestPreparer:
             conversation.chosen_tools,
             conversation.parallel_calls,
             conversation.reasoning,
+            prefix,
+            self._special,
         )
         if grammar is not None:
+            for tool in conversation.tools:
+                self._check_text("tools", json.dumps(tool.parameters, ensure_ascii=False))
             self._compile(grammar, "tools", is_schema=False)
         return grammar
 
     def _thinking_block(
         self, reasoning: Reasoning, answer_format: AnswerFormat, prefix: str, has_schema: bool
     ) -> ThinkingBlock | None:
-        if answer_format.thinking is None:
+        marks = answer_format.thinking
+        begun = answer_format.opens_thinking(prefix)
+        if marks is None or (reasoning.budget is None and not (begun and has_schema)):
             return None
-        opens, closes = answer_format.thinking
-        begun = prefix.rfind(opens) > prefix.rfind(closes)
-        if reasoning.budget is None and not (begun and has_schema):
-            return None
-        tokens = [tuple(self._tokenizer(mark, add_special_tokens=False)["input_ids"]) for mark in (opens, closes)]
-        return ThinkingBlock(tokens[0], tokens[1], begun, reasoning.budget)
+        opens, closes = (
+            self._tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in (marks.open, marks.close)
+        )
+        return ThinkingBlock(tuple(opens), tuple(closes), begun, reasoning.budget)
 
     def _render(
-        self, conversation: Conversation, template: ModelTemplate, template_text: str, answer_format: AnswerFormat
+        self, conversation: Conversation, template: ModelTemplate, answer_format: AnswerFormat
     ) -> tuple[str, str]:
         """The prompt, and what of it is the beginning of the answer."""
         if self._reserved & set(conversation.template_kwargs):
@@ -365,9 +372,11 @@ class RequestPreparer:
         }
         tools: list[dict[str, Any]] | None = [template_tool(tool) for tool in conversation.tools] or None
         turns = conversation.turns
-        if tools and "tools" not in template_text:
+        if tools and not answer_format.template_has_tools:
             turns = (Turn("system", answer_format.default_tools_prompt(conversation.tools)), *turns)
             tools = None
+        if not answer_format.template_has_calls:
+            turns = calls_as_text(turns, answer_format.call_text)
 
         def render(messages: list[dict[str, Any]], generation_prompt: bool, continue_final: bool = False) -> str:
             return str(

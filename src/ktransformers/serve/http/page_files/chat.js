@@ -106,6 +106,13 @@ function say(column, kind, text) {
   return line;
 }
 
+// A block above an answer that shows what the model thinks.
+function addThinking(line) {
+  const text = element("div");
+  line.before(element("details", { className: "thinking" }, element("summary", { textContent: "Thinking" }), text));
+  return text;
+}
+
 // Draws an answer at most once in a frame, however fast tokens come.
 function painter(line, talk) {
   let text = "",
@@ -149,6 +156,7 @@ async function answer(column) {
     asked = column.messages[column.messages.length - 1];
   let begun = 0,
     tokens = 0,
+    thinking = null,
     failure = null;
   setRunning(column, controller);
   column.speed.textContent = "";
@@ -159,9 +167,13 @@ async function answer(column) {
       if (part.error) throw new Error(part.error.message);
       if (part.usage) tokens = part.usage.completion_tokens;
       for (const choice of part.choices) {
-        if (!choice.delta.content) continue;
+        const thought = choice.delta.reasoning_content;
+        if (!thought && !choice.delta.content) continue;
         begun = begun || performance.now();
-        painted.add(choice.delta.content);
+        if (thought) {
+          thinking = thinking || addThinking(line);
+          thinking.textContent += thought;
+        } else painted.add(choice.delta.content);
       }
     }
   } catch (error) {
