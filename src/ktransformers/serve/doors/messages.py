@@ -60,10 +60,10 @@ def _as_blocks(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-Blocks = Annotated[list["Block"], Field(fail_fast=True), BeforeValidator(_as_blocks)]
+Blocks = Annotated[list["ContentBlock"], Field(fail_fast=True), BeforeValidator(_as_blocks)]
 
 
-class Block(Fields):
+class ContentBlock(Fields):
     type: str
     text: str = ""
     thinking: str = ""
@@ -88,7 +88,7 @@ class Block(Fields):
         raise PydanticCustomError("block", "a block of text or tools: this server takes no images and no documents")
 
     @model_validator(mode="after")
-    def _check_fields(self) -> Block:
+    def _check_fields(self) -> ContentBlock:
         return _require(self, BLOCK_FIELDS.get(self.type, ()))
 
 
@@ -97,7 +97,7 @@ class Message(Fields):
     content: Blocks
 
 
-class OfferedTool(Fields):
+class ClientTool(Fields):
     type: str | None = None
     name: Name = ""
     description: str | None = None
@@ -110,7 +110,7 @@ class OfferedTool(Fields):
         return self.type not in (None, "custom") and self.input_schema is None
 
     @model_validator(mode="after")
-    def _check_fields(self) -> OfferedTool:
+    def _check_fields(self) -> ClientTool:
         return self if self.by_provider else _require(self, ("name", "input_schema"))
 
 
@@ -121,7 +121,7 @@ def _require(part: Part, names: Sequence[str]) -> Part:
     return part
 
 
-class ToolChoice(Fields):
+class ToolChoiceOptions(Fields):
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
     disable_parallel_tool_use: bool | None = None
@@ -130,6 +130,7 @@ class ToolChoice(Fields):
 class ThinkingOptions(Fields):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None
+    display: Any = None  # without effect: thinking is always sent, so that it comes back
 
 
 class OutputFormat(Fields):
@@ -140,6 +141,7 @@ class OutputFormat(Fields):
 class OutputConfig(Fields):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
+    task_budget: Any = None  # without effect
 
 
 class MessagesBody(Fields):
@@ -147,8 +149,8 @@ class MessagesBody(Fields):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     system: Blocks | None = None
     max_tokens: Count | None = None
-    tools: Annotated[list[OfferedTool], Field(fail_fast=True)] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: Annotated[list[ClientTool], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoiceOptions | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
@@ -157,6 +159,12 @@ class MessagesBody(Fields):
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
     stream: bool | None = None
+    # The following have no effect here.
+    betas: Any = None
+    cache_control: Any = None
+    context_management: Any = None
+    metadata: Any = None
+    service_tier: Any = None
 
 
 def parse(body: bytes | bytearray) -> ChatRequest:
@@ -175,7 +183,8 @@ def parse(body: bytes | bytearray) -> ChatRequest:
         tools=tools.offered(),
         **tools.choice(request.tool_choice),
         reasoning=Reasoning(
-            enabled=None if thinking is None else thinking.type != "disabled",
+            # A request that does not ask for thinking expects an answer without.
+            enabled=thinking is not None and thinking.type != "disabled",
             effort=output.effort,
             budget=None if thinking is None else thinking.budget_tokens,
         ),
@@ -198,7 +207,7 @@ def parse(body: bytes | bytearray) -> ChatRequest:
 class _Tools:
     """The tools of a request, without those that a provider runs."""
 
-    def __init__(self, tools: Sequence[OfferedTool]) -> None:
+    def __init__(self, tools: Sequence[ClientTool]) -> None:
         self._known = {tool.name: tool for tool in tools if not tool.by_provider}
         self.skipped = {tool.name: f"tools.{bounded(tool.type or '', 100)}" for tool in tools if tool.by_provider}
         self._referenced: set[str] = set()
@@ -222,7 +231,7 @@ class _Tools:
         fields = {"description": tool.description, "parameters": tool.input_schema} if tool else {}
         return f"<function>{json.dumps({'name': name, **fields}, ensure_ascii=False)}</function>"
 
-    def choice(self, choice: ToolChoice | None) -> dict[str, Any]:
+    def choice(self, choice: ToolChoiceOptions | None) -> dict[str, Any]:
         """Fields of the conversation. A choice that only a skipped tool could meet is none."""
         if choice is None:
             return {}
@@ -249,7 +258,7 @@ class _Turns:
         self._names: dict[str, str] = {}  # id of a call -> its function
 
     def add(self, message: Message) -> None:
-        parts: dict[str, list[Block]] = {}
+        parts: dict[str, list[ContentBlock]] = {}
         for block in message.content:
             parts.setdefault(OWN_BLOCKS.get((message.role, block.type), "text"), []).append(block)
         thinking, calls, results = (parts.get(kind, []) for kind in OWN_BLOCKS.values())
@@ -271,7 +280,7 @@ class _Turns:
             made = (Call(call.id.removeprefix(CALL_ID_PREFIX), call.name, call.input) for call in calls)
             self.finished.append(Turn(message.role, text, reasoning, tuple(made)))
 
-    def texts(self, blocks: Iterable[Block] | None) -> Iterator[str]:
+    def texts(self, blocks: Iterable[ContentBlock] | None) -> Iterator[str]:
         for block in blocks or ():
             if block.type == "text":
                 yield block.text
