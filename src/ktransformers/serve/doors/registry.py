@@ -7,12 +7,13 @@ from typing import Any
 from ktransformers.serve.doors.chat import CHAT
 from ktransformers.serve.doors.door import Door
 from ktransformers.serve.doors.ollama import OLLAMA
+from ktransformers.serve.doors.responses import RESPONSES
 from ktransformers.serve.http.error import ApiError
 
 DOORS: tuple[Door, ...] = (
     CHAT,
     # MESSAGES,
-    # RESPONSES,
+    RESPONSES,
     OLLAMA,
 )
 DOOR_OF_NAME = {door.name: door for door in DOORS}
