@@ -33,6 +33,7 @@ from ktransformers.serve.doors.conversation import Call, ChatRequest, Turn
 from ktransformers.serve.doors.door import AnswerHead
 from ktransformers.serve.doors.responses import RESPONSES
 from ktransformers.serve.http.error import ApiError
+from tests.support.serving import RunningServer
 
 CODEX = json.loads((Path(__file__).parent / "codex_request.json").read_text())
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -75,7 +76,7 @@ class Answer:
         self.events = read_events(self.stream)
         other = RESPONSES.emitter(head)
         for event in events:
-            other.event(0, event)
+            list(other.event(0, event))
         other.finish(0, Finish(finish))
         self.document = other.document(USAGE)
         Response.model_validate(self.document)
@@ -219,7 +220,10 @@ SPACE = {"type": "namespace", "name": "mcp__s__", "tools": [{**FUNCTION, "name":
         ({"type": "function", "name": "f"}, ("named", ("f",))),
         ({"type": "custom", "name": "p"}, ("named", ("p",))),
         ({"type": "function", "name": "g", "namespace": "mcp__s__"}, ("named", ("mcp__s__g",))),
-        ({"type": "namespace", "name": "mcp__s__"}, ("named", ("mcp__s__g",))),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "mcp__s__"}]},
+            ("auto", ("mcp__s__g",)),
+        ),
         (
             {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]},
             ("required", ("f",)),
@@ -535,3 +539,17 @@ def test_a_tool_loop_of_openais_client(client: openai.OpenAI, streams: bool) -> 
         ]
     assert response.output_text == "it says 4711"
     assert response.usage.output_tokens_details.reasoning_tokens == 12
+
+
+def test_a_served_model_answers_and_counts(served: RunningServer) -> None:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    settings: dict[str, Any] = {"model": "tiny", "input": "hello", "temperature": 0, "max_output_tokens": 6}
+    whole = client.responses.create(**settings)
+    streamed = [event for event in client.responses.create(**settings, stream=True) if event.type.endswith(".delta")]
+    assert whole.output_text == "".join(event.delta for event in streamed)
+    assert whole.usage is not None and whole.usage.output_tokens == 6 and whole.status == "incomplete"
+    counted = client.responses.input_tokens.count(model="tiny", input="hello")
+    assert counted.input_tokens == whole.usage.input_tokens > 0
+    with pytest.raises(openai.BadRequestError, match="send all earlier items"):
+        client.responses.create(**settings, previous_response_id="resp_1")
+    assert client.responses.create(model="tiny", input="", max_output_tokens=1).usage is not None

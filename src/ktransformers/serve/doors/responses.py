@@ -61,13 +61,7 @@ Content = Annotated[
 
 
 class MessageItem(OpenModel):
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Content
-
-
-class AgentMessageItem(OpenModel):
-    """From another agent of Codex."""
-
+    role: Literal["user", "assistant", "system", "developer"] = "user"  # Codex's agents send messages without it
     content: Content
 
 
@@ -128,7 +122,7 @@ ITEM_TAGS = {
     "function_call_output": "output",
     "custom_tool_call_output": "output",
     "reasoning": "reasoning",
-    "agent_message": "agent_message",
+    "agent_message": "message",
     "message": "message",
 }
 TOOL_TAGS = {"function": "function", "custom": "custom", "namespace": "namespace"}
@@ -141,7 +135,6 @@ def _tag(document: Any, tags: Mapping[str, str], default: str | None = None) -> 
 
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
-    | Annotated[AgentMessageItem, Tag("agent_message")]
     | Annotated[CalledItem, Tag("called")]
     | Annotated[CallOutputItem, Tag("output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
@@ -191,10 +184,9 @@ class TextSettings(OpenModel):
 
 class ResponsesBody(CommonRequest):
     input: Annotated[
-        list[Item],
-        Field(fail_fast=True),
-        BeforeValidator(lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given or []),
-    ] = []
+        Annotated[list[Item], Field(fail_fast=True)] | None,
+        BeforeValidator(lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given),
+    ] = None
     instructions: str | None = None
     tools: Annotated[list[OfferedTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none", "required"] | ToolReference | None = None
@@ -220,17 +212,12 @@ class ResponsesBody(CommonRequest):
 def parse(body: bytes | bytearray) -> ChatRequest:
     request, ignored = parse_body(body, ResponsesBody)
     _refuse_stored(request)
-    named: dict[str, tuple[FunctionTool | CustomTool, str | None]] = {}
-    for name, entry in _named_tools(request.tools or ()):
-        if name in named:
-            message = f"tools: given {bounded(name, 100)!r} twice, expected different names"
-            raise ApiError(400, message, param="tools")
-        named[name] = entry
+    named = _named_tools(request.tools or ())
     offered = {name: _offered(name, tool) for name, (tool, _) in named.items()}
     choice, chosen = _tool_choice(request.tool_choice, offered)
     effort = request.reasoning.effort if request.reasoning else None
     conversation = Conversation(
-        turns=_turns(request.instructions, request.input),
+        turns=_turns(request.instructions, request.input or ()),
         tools=tuple(offered.values()),
         tool_choice=choice,
         chosen_tools=chosen,
@@ -249,7 +236,7 @@ def parse(body: bytes | bytearray) -> ChatRequest:
         "encrypted_reasoning": "reasoning.encrypted_content" in include,
     }
     skipped = [f"tools.{tool.type}" for tool in request.tools or () if isinstance(tool, OtherTool)]
-    skipped += [f"input.{item.type}" for item in request.input if isinstance(item, OtherItem)]
+    skipped += [f"input.{item.type}" for item in request.input or () if isinstance(item, OtherItem)]
     ignored += tuple(bounded(name, 100) for name in dict.fromkeys(skipped))
     return ChatRequest(conversation, replace(generation, n=1, schema=_schema(request)), echo, ignored)
 
@@ -299,14 +286,21 @@ def _qualified(name: str, namespace: str | None) -> str:
 
 def _named_tools(
     tools: Sequence[OfferedTool], namespace: str | None = None
-) -> Iterator[tuple[str, tuple[FunctionTool | CustomTool, str | None]]]:
-    """(name that the model is told, (tool, its namespace))."""
+) -> dict[str, tuple[FunctionTool | CustomTool, str | None]]:
+    """Name that the model is told -> tool and its namespace."""
+    named: dict[str, tuple[FunctionTool | CustomTool, str | None]] = {}
     for tool in tools:
+        entries = {}
         match tool:
             case NamespaceTool():
-                yield from _named_tools(tool.tools, tool.name)
+                entries = _named_tools(tool.tools, tool.name)
             case FunctionTool() | CustomTool():
-                yield _qualified(tool.name, namespace), (tool, namespace)
+                entries = {_qualified(tool.name, namespace): (tool, namespace)}
+        for name in named.keys() & entries:
+            message = f"tools: given {bounded(name, 100)!r} twice, expected different names"
+            raise ApiError(400, message, param="tools")
+        named |= entries
+    return named
 
 
 def _offered(name: str, tool: FunctionTool | CustomTool) -> Tool:
@@ -339,7 +333,7 @@ def _tool_choice(choice: str | ToolReference | None, offered: Mapping[str, Tool]
 def _chosen(reference: ToolReference, offered: Mapping[str, Tool]) -> tuple[str, ...]:
     """Names of the offered tools that an entry of tool_choice refers to; none for a tool that a provider runs."""
     if reference.type == "namespace":
-        return tuple(name for name in offered if name.startswith(_qualified("", reference.name)))
+        return tuple(name for name in offered if name.startswith(_qualified("", reference.name or "?")))
     if reference.type not in ("function", "custom"):
         return ()
     name = _qualified(reference.name or "", reference.namespace)
@@ -373,10 +367,7 @@ def _item_turns(items: Sequence[Item]) -> Iterator[Turn]:
         where = f"input.{number}"
         match item:
             case MessageItem(role=role):
-                text = _text(item.content, where)
-                yield Turn("system" if role == "developer" else role, text)
-            case AgentMessageItem():
-                yield Turn("user", _text(item.content, where))
+                yield Turn("system" if role == "developer" else role, _text(item.content, where))
             case CalledItem(call_id=call_id):
                 names[call_id] = name = _qualified(item.name, item.namespace)
                 is_custom = item.type == "custom_tool_call"
@@ -400,12 +391,8 @@ def _text(content: Sequence[ContentPart], where: str) -> str:
     for part in content:
         if part.text is None and part.refusal is None:
             given = f"{where}: given a part of type {bounded(part.type, 100)!r}"
-            raise ApiError(
-                400,
-                f"{given}, expected text: this server takes no images, files or audio",
-                param=where,
-                code="unsupported_content",
-            )
+            message = f"{given}, expected text: this server takes no images, files or audio"
+            raise ApiError(400, message, param=where, code="unsupported_content")
     return "".join(part.text or part.refusal or "" for part in content)
 
 
@@ -501,10 +488,7 @@ class ResponsesEmitter:
         """Codex ends a stream without events after five minutes. Comments are no events."""
         return self._event("response.in_progress", response=self._response("in_progress"))
 
-    def event(self, choice: int, event: AnswerEvent) -> list[str]:
-        return list(self._events_of(event))
-
-    def _events_of(self, event: AnswerEvent) -> Iterator[str]:
+    def event(self, choice: int, event: AnswerEvent) -> Iterator[str]:
         match event:
             case TokenScores(content):
                 self._scores += content
