@@ -147,6 +147,8 @@ class AnswerFormat:
                 .replace("$VALUE", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
                 for key, value in arguments.items()
             )
+        elif calls.arguments == "python":
+            written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         text = calls.call.replace("$NAME", name).replace("$INDEX", "0").replace("$ARGS", written)
         return calls.section[0] + text + calls.section[1]
 

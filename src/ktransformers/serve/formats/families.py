@@ -139,7 +139,14 @@ THINKING: dict[str, Thinking] = {
         "<|channel|>analysis<|message|>",
         "<|end|>",
         resume="<|start|>assistant",
-        marks=("<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
+        marks=(
+            "<|channel|>final<|message|>",
+            "<|channel|>commentary<|message|>",
+            "<|start|>assistant",
+            "<|end|>",
+            "<|return|>",
+            "<|call|>",
+        ),
         anywhere=True,
         efforts=("low", "medium", "high"),
     ),
@@ -222,11 +229,12 @@ CALLS_OF_TYPE = {"deepseek_v4": "deepseekv4", "deepseek_v32": "deepseekv32"}
 THINKING_OF_TYPE = {"deepseek_v4": "deepseek-v3", "deepseek_v32": "deepseek-v3"}
 
 # Tokens between turns: no part of an answer's text where the template has them.
-TURN_MARKS = tuple(
-    "<|im_end|> <|im_start|> <|endoftext|> <|eot_id|> <|eom_id|> <|eot|> <|eom|> <｜end▁of▁sentence｜> <｜User｜>"
-    " <｜Assistant｜> <|user|> <|assistant|> <|observation|> <|im_assistant|> <turn|> <|turn> <|tool_response>"
-    " <|start|>assistant <|end|> <|return|> <|call|> [e~[ <|END_OF_TURN_TOKEN|>".split()
-)
+TURN_MARKS = (
+    "<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>",
+    "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<|user|>", "<|assistant|>", "<|observation|>",
+    "<|im_assistant|>", "<turn|>", "<|turn>", "<|tool_response>", "<|start|>assistant", "<|end|>", "<|return|>",
+    "<|call|>", "[e~[", "<|END_OF_TURN_TOKEN|>",
+)  # fmt: skip
 
 
 def find(signs: tuple[tuple[tuple[str, ...], str], ...], template: str) -> str:

@@ -92,11 +92,9 @@ class FormatParser:
         return events
 
     def _parse(self) -> Steps:
-        bare = self._calls if self._calls is not None and self._calls.bare else None
         while True:
-            if bare is not None and self._fresh and not self._reasoning:
-                yield from self._calls_at_start(bare, frozenset(self._schemas))
-                bare = None
+            if self._calls is not None and self._calls.bare and self._fresh and not self._reasoning:
+                yield from self._calls_at_start(self._calls, frozenset(self._schemas))
             start = yield from self._next_start()
             if not start:
                 break
@@ -184,9 +182,11 @@ class FormatParser:
         """Reads the call at the beginning of the buffer and those that follow in its section; whether there is one.
         `only`: names that a call may have."""
         separator = r"\s*" if only is not None else ""
-        taken = False
+        taken, before = False, self._count
         while (yield from self._one_call(syntax, separator, only)):
-            taken = True
+            malformed, taken, before = before == self._count, True, self._count
+            if malformed:
+                break
             closing = syntax.section[1].strip()
             if closing and (match := (yield from self._match(r"\s*" + pattern_of(closing)))) is not None:
                 self._drop(match.end())
@@ -220,7 +220,7 @@ class FormatParser:
         if match is None:
             return False
         raw = self._drop(match.end())
-        body = yield from self._scan(BracketScanner('"'))
+        body, _ = yield from self._scan(BracketScanner('"'))
         value = load_object(body) or {}
         name = next((value[key] for key in NAME_KEYS if isinstance(value.get(key), str)), None)
         given: Any = next((value[key] for key in ARGUMENT_KEYS if key in value), {})
@@ -235,13 +235,13 @@ class FormatParser:
         return True
 
     def _scan(self, scanner: BracketScanner) -> Steps:
-        """The text up to the end of the brackets, or of the answer."""
-        pieces: list[str] = []
+        """The text up to the end of the brackets, or of the answer, and the same with control characters escaped."""
+        raw, escaped = "", ""
         while True:
-            _, used, complete = scanner.scan(self._buffer)
-            pieces.append(self._drop(used))
+            text, used, complete = scanner.scan(self._buffer)
+            raw, escaped = raw + self._drop(used), escaped + text
             if complete or self._ended:
-                return "".join(pieces)
+                return raw, escaped
             yield
 
     def _begin(self, name: str, identity: str = "") -> int:
@@ -276,9 +276,10 @@ class FormatParser:
         self._events.append(CallEnd(index, "".join(pieces)))
 
     def _tail(self, syntax: CallSyntax) -> Steps:
-        """Whether the call is closed. The end of an answer may cut its closing tags."""
+        """Whether the call is closed. The end of an answer may cut its closing tags behind the first."""
         match = yield from self._match(syntax.tail_pattern)
-        if match is None and self._ended and self._buffer.strip():
+        first = "" if syntax.arguments == "json" else syntax.after.split("\n")[0]
+        if match is None and self._ended and self._buffer.strip().startswith(first):
             match = _compiled(syntax.tail_pattern).fullmatch(self._buffer, partial=True)
         if match is not None:
             self._drop(match.end())
@@ -343,14 +344,14 @@ class FormatParser:
     def _block_arguments(self, syntax: CallSyntax, name: str, raw: str) -> Steps:
         """Arguments in a notation that is read when it is complete."""
         if syntax.arguments == "python":
-            block = yield from self._scan(BracketScanner("\"'", depth=1))
+            block, text = yield from self._scan(BracketScanner("\"'", depth=1))
         else:
             while (end := self._buffer.find(syntax.after)) < 0 and not self._ended:
                 yield
-            block = self._drop(end + len(syntax.after) if end >= 0 else len(self._buffer))
+            block = text = self._drop(end + len(syntax.after) if end >= 0 else len(self._buffer))
         read = python_arguments if syntax.arguments == "python" else gemma_arguments
         complete = block.endswith(syntax.after)
-        arguments = read(block.removesuffix(syntax.after)) if complete else None
+        arguments = read(text.removesuffix(syntax.after)) if complete else None
         if arguments is None:
             self._emit(raw + block)
         else:

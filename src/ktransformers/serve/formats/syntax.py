@@ -83,8 +83,8 @@ class Thinking:
 
 
 def pattern_of(literal: str) -> str:
-    """A pattern of the literal that is indifferent to whitespace, and around JSON's punctuation."""
-    parts = re.split(r"(\$NAME|\$INDEX|\$KEY|\$KIND|\s+|[{}:,])", literal)
+    """A pattern of the literal that is indifferent to whitespace, also between tags and around JSON's punctuation."""
+    parts = re.split(r"(\$NAME|\$INDEX|\$KEY|\$KIND|\s+|[{}:,])", literal.replace("><", "> <"))
     return "".join(_VARIABLES.get(part) or _flexible(part) for part in parts if part)
 
 
