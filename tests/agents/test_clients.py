@@ -30,7 +30,7 @@ ASK: dict[str, tuple[list[str], list[str]]] = {
     "opencode": (["run"], ["run", "--continue"]),
     "qwen": (["--yolo", "-p"], ["--yolo", "--continue", "-p"]),
     "cn": (["--auto", "-p"], ["--auto", "--resume", "-p"]),
-    "cline": ([], []),
+    "cline": (["--json"], ["--json"]),
 }
 NOTES = "The meeting is on Monday.\nstate: draft\n"
 
@@ -38,7 +38,9 @@ NOTES = "The meeting is on Monday.\nstate: draft\n"
 def start(name: str, url: str, folder: Path, arguments: list[str]) -> subprocess.Popen[str]:
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [*KT, name, "--url", url, "--", *arguments]
-    return subprocess.Popen(command, cwd=folder, text=True, start_new_session=True, **pipes)
+    # Some clients ask the shell's variable where they are.
+    environment = {**os.environ, "PWD": str(folder)}
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, start_new_session=True, **pipes)
 
 
 def ask(name: str, url: str, folder: Path, arguments: list[str]) -> str:
@@ -63,7 +65,7 @@ def test_client_does_its_task(name: str, scripted: Scripted, home: Path, tmp_pat
     first, again = ASK[name]
     said = ask(name, scripted.url, folder, [*first, "TASK-ONE: set the state in notes.txt and tell me the sum."])
     keep(name, "first", scripted)
-    assert notes.read_text() == NOTES.replace("draft", "final")
+    assert notes.read_text() == NOTES.replace("draft", "final"), said[-2000:]
     cksum = subprocess.run(["cksum"], stdin=notes.open(), capture_output=True, text=True, check=True).stdout.split()[0]
     assert f"The sum is {cksum}." in said, said[-2000:]
     if name == "cline":

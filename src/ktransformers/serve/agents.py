@@ -169,6 +169,8 @@ def _cline(connection: Connection) -> ClientSetup:
     providers = {"version": 1, "lastUsedProvider": name, "modes": {}, "providers": {name: entry}}
     environment = {
         "CLINE_PROVIDER_SETTINGS_PATH": _file(connection, "providers.json"),
+        # Its background process would keep this connection for later sessions.
+        "CLINE_SESSION_BACKEND_MODE": "local",
         "CLINE_NO_AUTO_UPDATE": "1",
     }
     return ClientSetup(environment, (), {"providers.json": _json(providers)})

@@ -27,7 +27,8 @@ def test_a_stream_is_the_same_message_and_its_prompt_is_cached(client: anthropic
     message = client.messages.create(**fields)
     with client.messages.stream(**fields) as stream:
         streamed = stream.get_final_message()
-    assert streamed.content == message.content
+    (answered,), (block,) = message.content, streamed.content
+    assert answered.type == block.type == "text" and answered.text == block.text
     assert (message.stop_reason, message.model, message.usage.output_tokens) == ("max_tokens", "claude-any", 8)
     cached = streamed.usage.cache_read_input_tokens
     assert cached
