@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.agents.conftest import Scripted
-from tests.support.scripted_model import CLIENT_TOOLS, FileTask
+from tests.support.scripted_model import CLIENT_TOOLS, MISSING, FileTask
 from tests.support.serving import WAIT_SECONDS
 
 pytestmark = pytest.mark.skipif("KT_AGENTS" not in os.environ, reason="make test-agents has the clients")
@@ -61,15 +61,15 @@ def test_client_does_its_task(name: str, scripted: Scripted, home: Path, tmp_pat
     folder.mkdir()
     notes = folder / "notes.txt"
     notes.write_text(NOTES)
-    scripted.service.script = FileTask(CLIENT_TOOLS[name], str(folder))
+    scripted.service.answer = FileTask(CLIENT_TOOLS[name], str(folder))
     first, again = ASK[name]
     said = ask(name, scripted.url, folder, [*first, "TASK-ONE: set the state in notes.txt and tell me the sum."])
     keep(name, "first", scripted)
     assert notes.read_text() == NOTES.replace("draft", "final"), said[-2000:]
     cksum = subprocess.run(["cksum"], stdin=notes.open(), capture_output=True, text=True, check=True).stdout.split()[0]
-    assert f"The sum is {cksum}." in said, said[-2000:]
+    assert f"The sum is {cksum}." in said and re.search(f"The other file: {MISSING}", said), said[-2000:]
     if name == "cline":
-        again = ["--id", session_id(said)]
+        again = [*again, "--id", session_id(folder)]
     said = ask(name, scripted.url, folder, [*again, "TASK-TWO: what was the sum?"])
     keep(name, "second", scripted)
     assert f"The sum was {cksum}" in said, said[-2000:]
@@ -87,12 +87,11 @@ def test_client_does_its_task(name: str, scripted: Scripted, home: Path, tmp_pat
     scripted.recorder.take()
 
 
-def session_id(printed: str) -> str:
-    for line in printed.splitlines():
-        document = json.loads(line) if line.startswith("{") else {}
-        if "sessionId" in document:
-            return str(document["sessionId"])
-    raise AssertionError(printed[-2000:])
+def session_id(folder: Path) -> str:
+    """Of the one session that Cline has."""
+    command = ["cline", "history", "--json"]
+    printed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=60).stdout
+    return str(json.loads(printed)[0]["sessionId"])
 
 
 def generated(scripted: Scripted) -> int:
@@ -111,9 +110,9 @@ def wait_until(reached: Any, seconds: float = WAIT_SECONDS) -> None:
 
 
 def keep(name: str, turn: str, scripted: Scripted) -> None:
-    """Requests and their status go to the folder KT_AGENTS_RECORD, from which `transcripts.py` makes test data."""
+    """Requests go to files of which `transcripts.py` makes test data."""
     taken = scripted.recorder.take()
     assert {entry["status"] for entry in taken} == {200}, [(entry["path"], entry["status"]) for entry in taken]
-    if "KT_AGENTS_RECORD" in os.environ:
-        file = Path(os.environ["KT_AGENTS_RECORD"]) / f"{name}-{turn}.json"
-        file.write_text(json.dumps(taken, indent=1))
+    folder = Path(os.environ["KT_AGENTS"]) / "record"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}-{turn}.json").write_text(json.dumps(taken, indent=1))

@@ -11,59 +11,38 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ktransformers.serve.http.service import PrepareOptions, Service
-from ktransformers.serve.scheduler.sequence import GenerationRequest, Grammar
+from ktransformers.serve.scheduler.sequence import GenerationRequest
+from tests.support.scripted import Script
 from tests.support.serving import DATA, VOCABULARY, EngineHarness
 from tests.support.tiny_models import build, save
 
 EOS = 2
 CONTEXT = 65536
 RESULT = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
+# How tools say that there is no such file.
+MISSING = r"(?i:no such file|not found|does not exist)"
 
-Script = Callable[[str], str]
-
-
-class ForcedTokens:
-    """Allows the tokens of a text, one after the other. A grammar of the request has to allow them too."""
-
-    def __init__(self, tokens: Sequence[int], grammar: Callable[[], Grammar] | None) -> None:
-        self._tokens, self._at = tokens, 0
-        self._grammar = None if grammar is None else grammar()
-
-    def allowed(self, size: int) -> torch.Tensor:
-        token = self._tokens[self._at]
-        if self._grammar is not None and not self._grammar.allowed(size)[token]:
-            raise RuntimeError(f"the request's grammar does not allow token {self._at} of the script, {token}")
-        allowed = torch.zeros(size, dtype=torch.bool)
-        allowed[token] = True
-        return allowed
-
-    def accept(self, token: int) -> None:
-        assert token == self._tokens[self._at]
-        self._at += 1
-        if self._grammar is not None:
-            self._grammar.accept(token)
+Answer = Callable[[str], str]
 
 
 class ScriptedService(Service):
-    """`script`: from a decoded prompt to the text that is generated."""
+    """`answer`: from a decoded prompt to the text that is generated."""
 
-    script: Script
+    answer: Answer
 
     def generation_requests(self, prepared: Any, request_id: str = "") -> list[GenerationRequest]:
         return [self._forced(request) for request in super().generation_requests(prepared, request_id)]
 
     def _forced(self, request: GenerationRequest) -> GenerationRequest:
-        answer = self.script(self.tokenizer.decode(list(request.prompt)))
+        answer = self.answer(self.tokenizer.decode(list(request.prompt)))
         tokens = (*self.tokenizer(answer, add_special_tokens=False)["input_ids"], EOS)
-        return replace(request, grammar=functools.partial(ForcedTokens, tokens, request.grammar))
+        return replace(request, grammar=functools.partial(Script, tokens, request.grammar))
 
 
 def write_model(directory: Path) -> Path:
@@ -75,7 +54,7 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
-def scripted_service(directory: Path, script: Script) -> ScriptedService:
+def scripted_service(directory: Path, answer: Answer) -> ScriptedService:
     from ktransformers.serve.http.registry import Registry
 
     harness = EngineHarness(directory, {})
@@ -89,7 +68,7 @@ def scripted_service(directory: Path, script: Script) -> ScriptedService:
         prepare=PrepareOptions(workers=1, seconds=60),
         kv_bytes_per_token=harness.kv_bytes_per_token,
     )
-    service.script = script
+    service.answer = answer
     return service
 
 
@@ -115,27 +94,31 @@ class FileTask:
     tools: Tools
     folder: str
 
-    def __call__(self, prompt: str) -> str:
-        task, after = _last_task(prompt)
-        if "<tools>" not in prompt or not task:
-            return "A title"
-        results = RESULT.findall(after)
-        if task == "TASK-THREE":
-            return "one word more " * 20000
-        if task == "TASK-TWO":
-            return f"The sum was {_sum(prompt)} and is still {_sum(prompt)}."
+    def steps(self) -> tuple[tuple[str, dict[str, Any]], ...]:
+        """Calls of the first turn: names and arguments."""
         notes = f"{self.folder}/notes.txt"
-        steps = (
+        return (
             self.tools.read(notes),
             self.tools.edit(notes, "state: draft", "state: final"),
             self.tools.run(f"cat {notes}; echo SUM=$(cksum < {notes} | cut -d' ' -f1)"),
             self.tools.read(f"{self.folder}/missing.txt"),
         )
+
+    def __call__(self, prompt: str) -> str:
+        task, after = _last_task(prompt)
+        if "<tools>" not in prompt or not task:
+            return "A title"
+        if task == "TASK-THREE":
+            return "one word more " * 20000
+        if task == "TASK-TWO":
+            return f"The sum was {_sum(prompt)} and is still {_sum(prompt)}."
+        results, steps = RESULT.findall(after), self.steps()
         if len(results) < len(steps):
-            said = f"<think>\nStep {len(results) + 1} is next.\n</think>\n\nI go on with step {len(results) + 1}.\n"
+            number = len(results) + 1
+            said = f"<think>\nStep {number} is next.\n</think>\n\nI go on with step {number}.\n"
             return said + call(*steps[len(results)])
-        failure = " ".join(results[-1].split())[:60]
-        return f"The sum is {_sum(after)}. The other file: {failure}"
+        failure = re.search(MISSING, results[-1])
+        return f"The sum is {_sum(after)}. The other file: {failure.group() if failure else 'was read'}."
 
 
 def _last_task(prompt: str) -> tuple[str, str]:

@@ -164,6 +164,9 @@ def _cline(connection: Connection) -> ClientSetup:
         "apiKey": connection.key,
         "model": connection.model,
         "baseUrl": f"{connection.url}/v1",
+        "contextWindow": connection.context,
+        "maxTokens": connection.output,
+        "timeout": REQUEST_MILLISECONDS,
     }
     entry = {"settings": settings, "updatedAt": "2026-01-01T00:00:00.000Z", "tokenSource": "manual"}
     providers = {"version": 1, "lastUsedProvider": name, "modes": {}, "providers": {name: entry}}

@@ -102,7 +102,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_run_parser() -> argparse.ArgumentParser:
-    parser = _add_launch_flags(FlagParser(prog="kt run", description=_RUN_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False))
+    parser = FlagParser(prog="kt run", description=_RUN_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
+    _add_launch_flags(parser)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="answer this and exit; without it, serve")
     add_flags(parser.add_argument_group("answer"), options_of(PromptOptions))
     return parser
