@@ -208,12 +208,12 @@ def test_eval_scores_the_tokens_of_training(trained: TrainedAdapters) -> None:
     from ktransformers.adapters.adapter_template import read_adapter_template
     from ktransformers.evaluate.backend import EvalPrompt, PromptTokenizer
     from ktransformers.train.data.files import DataRow
-    from ktransformers.train.data.formats import Conversation
+    from ktransformers.train.data.formats import TrainingConversation
     from ktransformers.train.data.render import Renderer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(trained.outputs["deepseek"])
     answer = {"role": "assistant", "content": "// a comment"}
-    row = Renderer(tokenizer, 512).encode(Conversation([*MESSAGES, answer]), DataRow("f", 1, {}))
+    row = Renderer(tokenizer, 512).encode(TrainingConversation([*MESSAGES, answer]), DataRow("f", 1, {}))
     tokens = PromptTokenizer(trained.tokenizer, "base", read_adapter_template(trained.outputs["deepseek"]))
     ids, start = tokens.split(EvalPrompt(QUESTION), "// a comment")
     assert start == row.prompts[0].tokens and [*ids, tokenizer.eos_token_id] == row.ids

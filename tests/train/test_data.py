@@ -20,7 +20,7 @@ from ktransformers.adapters.chat_templates import (
 )
 from ktransformers.ground.errors import InputError
 from ktransformers.train.data.files import DataRow, read_rows
-from ktransformers.train.data.formats import Conversation, PlainText, PreferencePair, read_sample
+from ktransformers.train.data.formats import PlainText, PreferencePair, TrainingConversation, read_sample
 from ktransformers.train.data.prepare import mix_datasets, pack_rows, prepare, read_datasets
 from ktransformers.train.data.registry import DEMO_DATA_DIR, DatasetSource, find_source
 from ktransformers.train.data.render import IGNORE_INDEX, Renderer, TrainRow, show_labels
@@ -34,7 +34,7 @@ TALK = [
     {"role": "assistant", "content": "Four"},
 ]
 ANSWERS = {"messages": TALK}
-FOUND = Conversation(TALK)
+FOUND = TrainingConversation(TALK)
 
 
 def sample_of(values: dict[str, Any], **entry: Any) -> Any:
@@ -51,7 +51,7 @@ def test_row_formats_are_detected() -> None:
     assert sample_of({"conversations": sharegpt}) == FOUND
     alpaca = {"instruction": "And", "input": "2+2?", "output": "Four", "history": [["Hi there", "Hello."]]}
     assert [turn["content"] for turn in sample_of(alpaca).messages] == ["Hi there", "Hello.", "And\n2+2?", "Four"]
-    assert sample_of({"prompt": TALK[:1], "completion": TALK[1:2]}) == Conversation(TALK[:2])
+    assert sample_of({"prompt": TALK[:1], "completion": TALK[1:2]}) == TrainingConversation(TALK[:2])
     assert sample_of({"prompt": "a", "completion": "b"}).raw_prompt == "a"
     assert sample_of({"text": "all of it"}) == PlainText("all of it")
     with_system = sample_of({"instruction": "a", "output": "b", "system": "be kind"})
@@ -197,7 +197,7 @@ def test_user_dataset_info_takes_precedence(tmp_path: Path) -> None:
             find_source("identity", str(tmp_path / name))
 
 
-def rendered(tokenizer: Any, template: str | None, conversation: Conversation = FOUND, **options: Any) -> str:
+def rendered(tokenizer: Any, template: str | None, conversation: TrainingConversation = FOUND, **options: Any) -> str:
     before = tokenizer.chat_template
     defaults = options.pop("default_system", None), options.pop("enable_thinking", None)
     tokenizer.chat_template = with_defaults(before if template is None else template, *defaults)
@@ -224,7 +224,7 @@ def test_reasoning_is_rendered_as_in_the_template(tokenizer: Any) -> None:
     empty = "<think>\n\n</think>\n\n"
     assert f"«{empty}Four<|im_end|>»" in rendered(tokenizer, think)
     assert f"{empty}«Four<|im_end|>»" in rendered(tokenizer, think, enable_thinking=False)
-    thought = Conversation([TALK[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello."}])
+    thought = TrainingConversation([TALK[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello."}])
     own = (TEMPLATE_FILES / "qwen3.jinja").read_text()
     for template in (think, own):
         assert rendered(tokenizer, template, thought).endswith("«<think>\nhm\n</think>\n\nHello.<|im_end|>»")
@@ -234,8 +234,8 @@ def test_reasoning_is_rendered_as_in_the_template(tokenizer: Any) -> None:
 
 def test_named_templates_match_released_templates(tokenizer: Any) -> None:
     """Marks and masks: the released templates say the same as ours of that name."""
-    system = Conversation([{"role": "system", "content": "Be kind."}, *TALK])
-    one = Conversation(TALK[:2])
+    system = TrainingConversation([{"role": "system", "content": "Be kind."}, *TALK])
+    one = TrainingConversation(TALK[:2])
     qwen, deepseek = ((TEMPLATE_FILES / f"{name}.jinja").read_text() for name in ("qwen3", "deepseek_v3"))
     deepseek = deepseek.replace("<｜end▁of▁sentence｜>", tokenizer.eos_token)
     for conversation in (FOUND, system, one):
@@ -267,8 +267,8 @@ def test_unknown_template_and_missing_tokens_are_reported(tokenizer: Any) -> Non
         find_template("qwen33")
     assert missing_tokens(TEMPLATES["llama3"], tokenizer) == ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     assert missing_tokens(TEMPLATES["qwen3"], tokenizer) == []
-    result = Conversation([*TALK, {"role": "tool", "content": "x"}, *TALK[1:2]])
-    call = Conversation([*TALK[:1], {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}])
+    result = TrainingConversation([*TALK, {"role": "tool", "content": "x"}, *TALK[1:2]])
+    call = TrainingConversation([*TALK[:1], {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}])
     for conversation, message in ((result, "no form for tool"), (call, "no form for calls")):
         with pytest.raises(InputError, match=message):
             rendered(tokenizer, to_jinja(TEMPLATES["chatml"]), conversation)
@@ -304,7 +304,7 @@ def test_named_templates_show_tools_as_released_templates_do(tokenizer: Any, nam
     for first in beginnings:
         assert text(ours, talk[first:], True) == text(released, talk[first:], True)
         assert text(ours, [*talk[first:], answer], False) == text(released, [*talk[first:], answer], False)
-    learned = rendered(tokenizer, ours, Conversation([*talk, answer], tools))
+    learned = rendered(tokenizer, ours, TrainingConversation([*talk, answer], tools))
     assert learned.count("«") == 3 and "Five.<|im_end|>»" in learned
     assert '"arguments": {"a": 1, "b": "ü"}}\n</tool_call>\n<tool_call>' in learned.split("»")[0].split("«")[1]
     system = TEMPLATES[name].default_system
@@ -343,7 +343,7 @@ def test_tools_under_a_template_without_them_are_refused(tokenizer: Any) -> None
 
 def test_plain_text_and_raw_prompts_are_encoded(tokenizer: Any) -> None:
     assert rendered(tokenizer, None, PlainText("abc")) == f"«abc{tokenizer.eos_token}»"  # type: ignore[arg-type]
-    raw = Conversation([{"role": "assistant", "content": " b"}], raw_prompt="a")
+    raw = TrainingConversation([{"role": "assistant", "content": " b"}], raw_prompt="a")
     assert rendered(tokenizer, None, raw) == f"a« b{tokenizer.eos_token}»"
 
 

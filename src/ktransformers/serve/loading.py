@@ -142,6 +142,8 @@ def _open_service(
             launch.tool_call_parser, launch.reasoning_parser, launch.strict_fields, launch.strict_model_names
         ),
     )
+    if service.template_of(None) and (note := service.answer_format(None).note):
+        log(note)
     service.approximations = fill_gpus(placement, cache_bytes, launch.chunked_prefill_size, plan, graphs, log)
     service.approximations |= _encoded_on_load(launch, target, operators, options.kt_optimize_rule, coded=bool(coded))
     service.placement = placement

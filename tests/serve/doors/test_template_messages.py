@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers.serve.doors.conversation import Call, ChatRequest, Conversation, Generation, Tool, Turn
+from ktransformers.serve.doors.conversation import Call, ChatRequest, Conversation, Generation, Reasoning, Tool, Turn
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.prepare import ModelTemplate, RequestPreparer
 from tests.support.serving import RunningServer
@@ -91,6 +91,15 @@ def test_only_the_beginning_of_the_answer_is_its_prefix(served: RunningServer) -
     assert prefix(LINES.replace("assistant:{%", "assistant:<think>{%")) == "assistant:<think>"
     assert prefix(LINES, add_generation_prompt=False) == ""
     assert prefix(LINES, continue_final_turn=True) == "assistant: A"
+
+
+def test_a_thinking_block_that_the_prompt_opens_is_bounded(served: RunningServer) -> None:
+    opened = LINES.replace("assistant:{%", "assistant:<think>{%") + "{# </think> #}"
+    conversation = Conversation((Turn("user", "a"),), reasoning=Reasoning(budget=5))
+    request = ChatRequest(conversation, Generation(None, max_tokens=1))
+    block = served.service.preparer.chat(request, {"": ModelTemplate(opened)}).chat.thinking
+    assert block.begun and block.budget == 5
+    assert served.service.tokenizer.decode(block.close) == "</think>"
 
 
 def test_strict_fields_refuse_unknown_ones(served: RunningServer) -> None:

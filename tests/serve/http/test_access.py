@@ -171,7 +171,6 @@ def test_pages_of_documentation_that_load_scripts_do_not_exist(served: RunningSe
     ("method", "path"),
     [
         ("POST", "/v1/embeddings"),
-        ("POST", "/v1/responses"),
         ("POST", "/v1/moderations"),
         ("POST", "/v1/files"),
         ("GET", "/v1/files/file-1"),
@@ -183,6 +182,34 @@ def test_paths_of_openai_that_do_not_exist_here(served: RunningServer, method: s
     error = error_of(body)
     assert status == 404 and error["code"] == "unknown_url" and error["type"] == "not_found_error"
     assert f"{method} {path} does not exist" in error["message"] and "/v1/chat/completions" in error["message"]
+
+
+def test_refusals_name_the_flag_that_allows(served: RunningServer) -> None:
+    status, _, body = ask(served.url, "/v1/chat/completions", b"{}", Host="host.docker.internal:30000")
+    assert status == 403 and "--allowed-hosts host.docker.internal" in error_of(body)["message"]
+    headers = {"Origin": "http://page.example", "Access-Control-Request-Method": "POST"}
+    status, _, body = ask(served.url, "/v1/chat/completions", None, "OPTIONS", **headers)
+    assert status == 405 and "--cors-origins http://page.example" in error_of(body)["message"]
+    assert "llama-server --embedding" in error_of(ask(served.url, "/v1/embeddings", b"{}")[2])["message"]
+
+
+def test_preflight_of_an_allowed_page_takes_any_header(guarded: str) -> None:
+    headers = {
+        "Origin": "https://page.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "x-api-key,x-stainless-lang",
+        "Host": "127.0.0.1",
+    }
+    status, answer, _ = ask(guarded, "/v1/chat/completions", None, "OPTIONS", **headers)
+    assert status == 200 and "x-stainless-lang" in answer["access-control-allow-headers"]
+
+
+def test_a_key_in_either_header_and_errors_in_the_envelope_of_their_door(guarded: str) -> None:
+    assert ask(guarded, "/v1/models", X_Api_Key="k")[0] == 200
+    status, _, body = ask(guarded, "/v1/models", X_Api_Key="wrong")
+    assert status == 401 and "x-api-key" in error_of(body)["message"]
+    status, _, body = ask(guarded, "/api/chat", {"messages": []})
+    assert status == 401 and set(json.loads(body)) == {"error"} and isinstance(json.loads(body)["error"], str)
 
 
 def test_slow_headers_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,6 +327,27 @@ def test_openapi_describes_every_path(served: RunningServer) -> None:
     assert {"200", "400", "404", "429"} <= set(answers) and "422" not in answers
 
 
+def test_models_have_the_fields_that_clients_read(served: RunningServer) -> None:
+    document = json.loads(get(served.url, "/v1/models")[1])
+    assert isinstance(document["models"], list)
+    for model in document["data"]:
+        lengths = {model["context_length"], model["max_context_length"], model["max_model_len"], model["meta"]["n_ctx"]}
+        assert lengths == {512} and {"chat", "tools", "thinking"} <= set(model["capabilities"])
+
+
+def test_tokenize_and_detokenize(served: RunningServer, harness: EngineHarness) -> None:
+    expected = ids(harness, "The sea is deep.")
+    status, answer = post(served.url, "/tokenize", {"prompt": "The sea is deep.", "return_token_strs": True})
+    assert (
+        status == 200 and answer["tokens"] == expected and answer["count"] == len(expected) == len(answer["token_strs"])
+    )
+    assert post(served.url, "/detokenize", {"tokens": expected}) == (200, {"prompt": "The sea is deep."})
+    chat = post(served.url, "/tokenize", {"messages": MESSAGES})[1]["tokens"]
+    text = harness.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert chat == harness.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert post(served.url, "/tokenize", {})[0] == post(served.url, "/detokenize", {"tokens": [-1]})[0] == 400
+
+
 def test_page_loads_nothing_from_other_hosts(served: RunningServer) -> None:
     status, page = get(served.url, "/")
     assert status == 200 and "<title>ktransformers</title>" in page

@@ -62,5 +62,6 @@ class Door:
     error_document: Callable[[ApiError], dict[str, Any]]  # the envelope of an error
     body: type[BaseModel] | None = None  # of a request, for the OpenAPI document
     media_type: str = "text/event-stream"  # of a stream
+    more_paths: tuple[str, ...] = ()  # beginnings of other paths whose errors have this envelope
     count_path: str = ""  # of requests that are answered with the number of their prompt's tokens; empty: none
     count_document: Callable[[int], dict[str, Any]] | None = None  # that answer

@@ -243,5 +243,12 @@ def _details(model: dict[str, Any]) -> dict[str, Any]:
 
 
 OLLAMA = Door(
-    "ollama", "/api/chat", parse, OllamaEmitter, error_document, body=OllamaBody, media_type="application/x-ndjson"
+    "ollama",
+    "/api/chat",
+    parse,
+    OllamaEmitter,
+    error_document,
+    body=OllamaBody,
+    media_type="application/x-ndjson",
+    more_paths=("/api/",),
 )

@@ -23,6 +23,6 @@ DOOR_OF_NAME = {door.name: door for door in DOORS}
 def error_document(path: str, error: ApiError) -> dict[str, Any]:
     """The error in the envelope of the door that has this path, or of OpenAI."""
     for door in DOORS:
-        if path == door.path or path.startswith(f"{door.path}/"):
+        if path == door.path or path.startswith((f"{door.path}/", *door.more_paths)):
             return door.error_document(error)
     return error.to_json()

@@ -47,12 +47,14 @@ class PrepareSettings:
     model_type: str = ""  # by which the format of answers is recognised, with the template
     tool_call_parser: str | None = None  # names a format of tool calls instead
     reasoning_parser: str | None = None  # names a format of reasoning instead
+    response_template: dict[str, Any] | None = None  # of the tokenizer, where no format is recognised
     strict_fields: bool = False  # unknown fields of a request are refused
     limits: RequestLimits = RequestLimits()  # noqa: RUF009 (frozen)
 
     def answer_format(self, template: str) -> AnswerFormat:
         """How answers are written that continue a prompt of this chat template."""
-        return recognise(self.model_type, template, self.tool_call_parser, self.reasoning_parser)
+        parsers = (self.tool_call_parser, self.reasoning_parser)
+        return recognise(self.model_type, template, *parsers, response_template=self.response_template)
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,14 @@ class RequestPreparer:
             request, ignored = parse_body(body, CompletionRequest)
             return self.completion(request, self._check_ignored(ignored))
         if kind == "tokenize":
-            text, _ = parse_body(body, TokenizeRequest)
-            prompt = self._encode(text.prompt, 0, special=text.add_special_tokens)
-            return PreparedRequest(None, (prompt,), 0, echo=text.return_token_strs)
+            asked, _ = parse_body(body, TokenizeRequest)
+            if asked.messages is not None:
+                prompts = self.chat(DOOR_OF_NAME["chat"].parse(body), templates).prompts
+            elif asked.prompt is None:
+                raise ApiError(400, "prompt: given nothing, expected text, or messages", param="prompt")
+            else:
+                prompts = (self._encode(asked.prompt, 0, special=asked.add_special_tokens),)
+            return PreparedRequest(None, prompts, 0, echo=asked.return_token_strs)
         tokens, _ = parse_body(body, DetokenizeRequest)
         prompt = self._token_prompt(tokens.tokens)
         return PreparedRequest(None, (replace(prompt, text=self._tokenizer.decode(tokens.tokens)),), 0)

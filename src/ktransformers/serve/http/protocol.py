@@ -85,14 +85,14 @@ def _describe_errors(errors: list[ErrorDetails], document: Any) -> tuple[str, st
 
 
 def _field_name(error: ErrorDetails, document: Any) -> str:
+    """The path of the field in the document, without the names of types that pydantic puts into it."""
     names: list[str] = []
     for part in error["loc"]:
-        if (isinstance(document, dict) and part in document) or (
-            isinstance(document, list) and isinstance(part, int) and part < len(document)
-        ):
+        inside = part in document if isinstance(document, dict) else False
+        if inside or (isinstance(document, list) and isinstance(part, int) and part < len(document)):
             document = document[part]
         elif error["type"] != "missing" or part != error["loc"][-1]:
-            continue  # the name of a type
+            continue
         names.append(str(part))
     return ".".join(names)
 
@@ -229,14 +229,17 @@ class CompletionRequest(CommonRequest):
 
 
 class TokenizeRequest(Fields):
-    """vLLM's for text; with `messages` the body is that of a chat completion."""
+    """vLLM's: text, or the body of a chat completion."""
 
-    prompt: str
+    model: ModelName | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
 
 class DetokenizeRequest(Fields):
+    model: ModelName | None = None
     tokens: Tokens
 
 

@@ -129,6 +129,7 @@ class Service:
             model_type=str(self.engine.forward.model.config.model_type),
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
+            response_template=getattr(self.tokenizer, "response_template", None),
             strict_fields=options.strict_fields,
             limits=self.request_limits,
         )

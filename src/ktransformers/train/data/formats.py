@@ -1,4 +1,4 @@
-"""Converts a row of any supported format to a `Conversation`, a `PreferencePair` or `PlainText`.
+"""Converts a row of any supported format to a `TrainingConversation`, a `PreferencePair` or `PlainText`.
 
 Messages are dicts as chat templates expect them: role, content, and tool_calls if the assistant calls a function. A
 format that dataset_info.json does not name is detected by the fields: `messages`, `conversations`, `prompt` with
@@ -23,7 +23,7 @@ def user_texts(messages: list[Message]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class TrainingConversation:
     messages: list[Message]
     tools: list[Any] | None = None
     raw_prompt: str | None = None  # {prompt, completion} as strings: no chat template; messages hold the completion
@@ -65,7 +65,7 @@ class PreferencePair:
         return user_texts(self.prompt)
 
 
-Sample = Conversation | PlainText | PreferencePair
+Sample = TrainingConversation | PlainText | PreferencePair
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -190,7 +190,7 @@ def _alpaca(row: DataRow, source: DatasetSource) -> Sample:
         )
         return PreferencePair(prompt, chosen, rejected, tools)
     answer = {"role": "assistant", "content": _text(row, columns.response)}
-    return Conversation([*prompt, answer], tools)
+    return TrainingConversation([*prompt, answer], tools)
 
 
 def _sharegpt(row: DataRow, source: DatasetSource) -> Sample:
@@ -208,7 +208,7 @@ def _sharegpt(row: DataRow, source: DatasetSource) -> Sample:
             _sharegpt_message(row, row.values.get(key), source) for key in (columns.chosen, columns.rejected)
         )
         return _pair(row, check_order(row, messages), chosen, rejected, tools)
-    return Conversation(_needs_answer(row, messages), tools)
+    return TrainingConversation(_needs_answer(row, messages), tools)
 
 
 def _pair(
@@ -254,16 +254,16 @@ def _detect_format(row: DataRow, source: DatasetSource) -> Sample:
         return _trl_pair(row)
     if "messages" in values:
         messages = _messages(row, values["messages"], "messages")
-        return Conversation(_needs_answer(row, messages), _tools(row, "tools"))
+        return TrainingConversation(_needs_answer(row, messages), _tools(row, "tools"))
     if "conversations" in values:
         return _sharegpt(row, source)
     if {"prompt", "completion"} <= values.keys():
         prompt, completion = values["prompt"], values["completion"]
         if isinstance(prompt, str):
             answer = {"role": "assistant", "content": _text(row, "completion")}
-            return Conversation([answer], None, raw_prompt=prompt)
+            return TrainingConversation([answer], None, raw_prompt=prompt)
         messages = _messages(row, prompt, "prompt") + _messages(row, completion, "completion")
-        return Conversation(_needs_answer(row, messages), _tools(row, "tools"))
+        return TrainingConversation(_needs_answer(row, messages), _tools(row, "tools"))
     if "instruction" in values:
         return _alpaca(row, source)
     if "text" in values:

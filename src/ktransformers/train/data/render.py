@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ktransformers.train.data.files import DataRow, row_error
-from ktransformers.train.data.formats import Conversation, Message, PlainText, PreferencePair, Sample
+from ktransformers.train.data.formats import Message, PlainText, PreferencePair, Sample, TrainingConversation
 
 IGNORE_INDEX = -100
 
@@ -90,7 +90,7 @@ class Renderer:
         else:
             encoded = []
             for answer in (sample.chosen, sample.rejected):
-                pieces = self.pieces(Conversation([*sample.prompt, answer], sample.tools), row)
+                pieces = self.pieces(TrainingConversation([*sample.prompt, answer], sample.tools), row)
                 last = max(index for index, (_, labelled) in enumerate(pieces) if labelled)
                 prompt_ids = [token for text, _ in pieces[:last] for token in self._ids(text)]
                 encoded.append((prompt_ids, self._ids(pieces[last][0])))
@@ -103,7 +103,7 @@ class Renderer:
             return None
         return PreferenceRow(prompt, chosen[:answer_tokens], rejected[:answer_tokens], prompts)
 
-    def pieces(self, sample: Conversation, row: DataRow) -> list[tuple[str, bool]]:
+    def pieces(self, sample: TrainingConversation, row: DataRow) -> list[tuple[str, bool]]:
         """The rendered text in pieces: (text, whether it is the assistant's)."""
         messages = sample.messages
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -142,7 +142,9 @@ class Renderer:
             pieces[-2] = (answer + self.tokenizer.eos_token, True)
         return [piece for piece in pieces if piece[0]]
 
-    def _template(self, messages: list[Message], sample: Conversation, row: DataRow, prompt: bool = False) -> str:
+    def _template(
+        self, messages: list[Message], sample: TrainingConversation, row: DataRow, prompt: bool = False
+    ) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tools=sample.tools, tokenize=False, add_generation_prompt=prompt
@@ -151,11 +153,11 @@ class Renderer:
             raise row_error(row, f"a row that the chat template refuses ({error})", "a row that it takes") from error
         return str(text)
 
-    def _end(self, messages: list[Message], placeholder: str, sample: Conversation, row: DataRow) -> str:
+    def _end(self, messages: list[Message], placeholder: str, sample: TrainingConversation, row: DataRow) -> str:
         """The template's end of this answer, without trailing whitespace."""
         return self._template(messages, sample, row).rpartition(placeholder)[2].rstrip()
 
-    def _beginning(self, preceding: str, history: list[Message], sample: Conversation, row: DataRow) -> int:
+    def _beginning(self, preceding: str, history: list[Message], sample: TrainingConversation, row: DataRow) -> int:
         """Index in the template text before an answer where generation would start."""
         prompted = self._template(history, sample, row, prompt=True)
         plain = self._template(history, sample, row)
@@ -177,7 +179,7 @@ class Renderer:
         return TrainRow(ids[: self.cutoff_len], labels[: self.cutoff_len])
 
 
-def _row_prompts(sample: Conversation, pieces: list[tuple[list[int], bool]]) -> tuple[RowPrompt, ...]:
+def _row_prompts(sample: TrainingConversation, pieces: list[tuple[list[int], bool]]) -> tuple[RowPrompt, ...]:
     answers = [index for index, message in enumerate(sample.messages) if message["role"] == "assistant"]
     before = [sum(len(ids) for ids, _ in pieces[:index]) for index, (_, labelled) in enumerate(pieces) if labelled]
     if len(answers) != len(before):  # an answer without any text
