@@ -61,10 +61,11 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty home, so that a client finds no settings."""
+    """An empty home, so that a client finds no settings, and a folder of its own for temporary files."""
     folder = tmp_path / "home"
-    folder.mkdir()
-    monkeypatch.setenv("HOME", str(folder))
+    for name, used in (("HOME", folder), ("TMPDIR", tmp_path / "tmp")):
+        used.mkdir()
+        monkeypatch.setenv(name, str(used))
     for name in ("CONFIG", "DATA", "CACHE", "STATE"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(folder / name.lower()))
     return folder

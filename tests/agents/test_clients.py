@@ -18,6 +18,7 @@ import pytest
 from tests.agents.conftest import Scripted
 from tests.support.scripted_model import CLIENT_TOOLS, MISSING, FileTask
 from tests.support.serving import WAIT_SECONDS
+from tests.support.terminal_session import CTRL_C, TerminalSession
 
 pytestmark = pytest.mark.skipif("KT_AGENTS" not in os.environ, reason="make test-agents has the clients")
 KT = [sys.executable, "-c", "from ktransformers.cli.main import main; main()", "agent"]
@@ -30,8 +31,9 @@ ASK: dict[str, tuple[list[str], list[str]]] = {
     "opencode": (["run"], ["run", "--continue"]),
     "qwen": (["--yolo", "-p"], ["--yolo", "--continue", "-p"]),
     "cn": (["--auto", "-p"], ["--auto", "--resume", "-p"]),
-    "cline": (["--json"], ["--json"]),
+    "cline": (["--json"], []),
 }
+SECOND = "TASK-TWO: what was the sum?"
 NOTES = "The meeting is on Monday.\nstate: draft\n"
 
 
@@ -69,10 +71,11 @@ def test_client_does_its_task(name: str, scripted: Scripted, home: Path, tmp_pat
     cksum = subprocess.run(["cksum"], stdin=notes.open(), capture_output=True, text=True, check=True).stdout.split()[0]
     assert f"The sum is {cksum}." in said and re.search(f"The other file: {MISSING}", said), said[-2000:]
     if name == "cline":
-        again = [*again, "--id", session_id(folder)]
-    said = ask(name, scripted.url, folder, [*again, "TASK-TWO: what was the sum?"])
+        ask_on_a_terminal(name, scripted.url, ["--tui", "--cwd", str(folder), "--id", session_id(folder)], cksum)
+    else:
+        said = ask(name, scripted.url, folder, [*again, SECOND])
+        assert f"The sum was {cksum}" in said, said[-2000:]
     keep(name, "second", scripted)
-    assert f"The sum was {cksum}" in said, said[-2000:]
     process = start(name, scripted.url, folder, [*first, "TASK-THREE: talk."])
     try:
         wait_until(lambda: scripted.service.engine.busy)
@@ -83,15 +86,45 @@ def test_client_does_its_task(name: str, scripted: Scripted, home: Path, tmp_pat
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert not list(Path("/tmp").glob(f"kt-{name}-*"))
+    assert not running_from(folder)
+    assert not list(Path(os.environ["TMPDIR"]).glob(f"kt-{name}-*"))
     scripted.recorder.take()
+
+
+def ask_on_a_terminal(name: str, url: str, arguments: list[str], cksum: str) -> None:
+    """The second turn of a client that resumes sessions on a terminal alone."""
+    variables = {variable: os.environ[variable] for variable in ("HOME", "PATH", "TMPDIR")}
+    with TerminalSession("agent", name, "--url", url, "--", *arguments, **variables) as session:
+        session.wait_for(rf"The sum is {cksum}")
+        session.type(SECOND)
+        session.wait_for(re.escape(SECOND))
+        session.type("\r")
+        session.wait_for(rf"The sum was {cksum}")
+        session.type(CTRL_C)
+        session.type(CTRL_C)
+        assert session.wait() == 0
 
 
 def session_id(folder: Path) -> str:
     """Of the one session that Cline has."""
-    command = ["cline", "history", "--json"]
-    printed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=60).stdout
+    command, local = ["cline", "history", "--json"], {**os.environ, "CLINE_SESSION_BACKEND_MODE": "local"}
+    printed = subprocess.run(
+        command, cwd=folder, env=local, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     return str(json.loads(printed)[0]["sessionId"])
+
+
+def running_from(folder: Path) -> list[str]:
+    """Processes that name the folder: what a client left behind."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # ended meanwhile
+            continue
+        if str(folder) in line:
+            found.append(line)
+    return found
 
 
 def generated(scripted: Scripted) -> int:

@@ -21,7 +21,8 @@ def langchain(url: str, result: str, *, use_responses_api: bool) -> str:
     from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI
 
-    model = ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", use_responses_api=use_responses_api)
+    options: dict[str, Any] = {"stream_usage": True, "use_responses_api": use_responses_api}
+    model = ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", **options)
     tool = {"type": "function", "function": {"name": "sum", "description": DESCRIPTION, "parameters": PARAMETERS}}
     with_tools = model.bind_tools([tool])
     messages: list[Any] = [HumanMessage(QUESTION)]

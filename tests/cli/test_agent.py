@@ -23,6 +23,9 @@ KT = [sys.executable, "-c", "from ktransformers.cli.main import main; main()", "
 # Writes its arguments, variables and the files that these name to `told.json`.
 FAKE = f"""#!{sys.executable}
 import json, os, sys
+if sys.argv[1:] == ["hub", "stop"]:
+    open(os.environ["TOLD"] + ".stopped", "w").write(os.environ["CLINE_HUB_DISCOVERY_PATH"])
+    sys.exit(0)
 words = [*sys.argv[1:], *os.environ.values()]
 files = {{word: open(word).read() for word in words if "/kt-" in word and os.path.isfile(word)}}
 told = {{"arguments": sys.argv[1:], "environment": dict(os.environ), "files": files}}
@@ -111,6 +114,8 @@ def test_client_that_crashes(told: Path, kt: RunKt) -> None:
     with ChatPeer(["yes"]) as peer:
         assert kt("agent", "cline", "--url", peer.url).code == 128 + signal.SIGKILL
     assert is_clean(told)
+    stopped = told.with_name("told.json.stopped").read_text()
+    assert stopped == json.loads(told.read_text())["environment"]["CLINE_HUB_DISCOVERY_PATH"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

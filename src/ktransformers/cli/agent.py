@@ -7,13 +7,14 @@ end. Ctrl-C belongs to the client; its exit code is that of `kt agent`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 AGENT_CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
 CONTEXT_FIELDS = ("context_length", "max_model_len", "max_context_length")  # of an entry of /v1/models
+
+STOP_SECONDS = 20.0  # for a client to end what it has left behind
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ def agent(
             return
         for name, text in setup.files.items():
             (folder / name).write_text(text)
+        if client.stop:
+            stack.callback(_stop_client, [client.command, *client.stop], setup.environment)
         code = run_client([client.command, *setup.arguments, *line.client], setup.environment)
     raise typer.Exit(code)
 
@@ -184,7 +189,7 @@ def setup_lines(client: Agent, setup: ClientSetup, folder: Path, arguments: Sequ
     return [line.replace(str(folder), stays) for line in lines]
 
 
-def run_client(command: Sequence[str], environment: Any) -> int:
+def run_client(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs the client in this terminal and returns its exit code, or 128 and the signal that ended it."""
     with _client_signals() as attach:
         child = subprocess.Popen(command, env={**os.environ, **environment})
@@ -195,6 +200,13 @@ def run_client(command: Sequence[str], environment: Any) -> int:
             if child.poll() is None:
                 child.kill()
     return code if code >= 0 else 128 - code
+
+
+def _stop_client(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Ends what the client has left behind. That it cannot be ended is no error of the session."""
+    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(command, env={**os.environ, **environment}, timeout=STOP_SECONDS, check=False, **quiet)
 
 
 @contextmanager

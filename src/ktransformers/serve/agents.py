@@ -52,6 +52,7 @@ class Agent:
     context: int  # least tokens: its own instructions and tools, and room for a small task
     setup: Callable[[Connection], ClientSetup]
     needs_tools: bool = True
+    stop: tuple[str, ...] = ()  # arguments with which it ends the processes that it leaves behind
 
     @property
     def install(self) -> str:
@@ -172,8 +173,9 @@ def _cline(connection: Connection) -> ClientSetup:
     providers = {"version": 1, "lastUsedProvider": name, "modes": {}, "providers": {name: entry}}
     environment = {
         "CLINE_PROVIDER_SETTINGS_PATH": _file(connection, "providers.json"),
-        # Its background process would keep this connection for later sessions.
+        # A background process of its own, because it would keep this connection for later sessions.
         "CLINE_SESSION_BACKEND_MODE": "local",
+        "CLINE_HUB_DISCOVERY_PATH": _file(connection, "hub.json"),
         "CLINE_NO_AUTO_UPDATE": "1",
     }
     return ClientSetup(environment, (), {"providers.json": _json(providers)})
@@ -194,7 +196,7 @@ AGENTS = {
     "opencode": Agent("OpenCode", "opencode", "opencode-ai", CHAT, 16384, _opencode),
     "qwen": Agent("Qwen Code", "qwen", "@qwen-code/qwen-code", CHAT, 32768, _qwen),
     "cn": Agent("Continue CLI", "cn", "@continuedev/cli", CHAT, 8192, _continue),
-    "cline": Agent("Cline CLI", "cline", "cline", CHAT, 16384, _cline),
+    "cline": Agent("Cline CLI", "cline", "cline", CHAT, 16384, _cline, stop=("hub", "stop")),
 }
 
 
