@@ -83,7 +83,8 @@ class Bench:
         self.layout = self.layout_of_slot()
 
     def engine(self, tiers: Any = None) -> Any:
-        from ktransformers.serve.scheduler.engine import Limits, ServeEngine
+        from ktransformers.serve.scheduler.engine import ServeEngine
+        from ktransformers.serve.scheduler.scheduler import Limits
 
         length = self.args.prompt + 64
         engine = ServeEngine(self.forward, Limits(1, 8, self.args.chunk, 2 * length, length))

@@ -131,7 +131,8 @@ class Bench:
 
     def engine(self, streams: int, new: int) -> Any:
         from ktransformers.serve.sampling.sampling import Sampling
-        from ktransformers.serve.scheduler.engine import Limits, ServeEngine
+        from ktransformers.serve.scheduler.engine import ServeEngine
+        from ktransformers.serve.scheduler.scheduler import Limits
         from ktransformers.serve.scheduler.sequence import Event, GenerationRequest, Sequence
 
         def hear(event: Event) -> None:

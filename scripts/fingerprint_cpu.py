@@ -253,7 +253,8 @@ class Served:
     def decode(self, names: list[str | None], new: int = 12) -> list[list[Any]]:
         """Greedily, all in one batch: (token, log-probability) of each sequence."""
         from ktransformers.serve.sampling.sampling import Sampling
-        from ktransformers.serve.scheduler.engine import Limits, ServeEngine
+        from ktransformers.serve.scheduler.engine import ServeEngine
+        from ktransformers.serve.scheduler.scheduler import Limits
         from ktransformers.serve.scheduler.sequence import GenerationRequest, Sequence
 
         opened = {n: self.places.open(self.folder / n, n, 1, str(self.directory)) for n in names if n is not None}

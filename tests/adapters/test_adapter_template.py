@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from ktransformers.adapters.adapter_template import AdapterTemplate, read_adapter_template, with_ends
+from ktransformers.adapters.adapter_template import (
+    AdapterTemplate,
+    check_rendering_ends,
+    read_adapter_template,
+    with_ends,
+)
 from ktransformers.adapters.chat_templates import TEMPLATES, find_template, template_text, to_jinja, with_defaults
 from ktransformers.ground.errors import InputError
 from tests.support.training import TOKENIZER
@@ -82,6 +87,13 @@ ENDLESS = (
 def test_template_that_renders_no_answer_is_refused(tokenizer: Any, text: str) -> None:
     with pytest.raises(InputError, match="somewhere"):
         with_ends(AdapterTemplate(text, "somewhere"), tokenizer)
+
+
+def test_template_that_renders_a_question_without_end_is_refused(tokenizer: Any) -> None:
+    question = [{"role": "user", "content": "?"}]
+    with pytest.raises(InputError, match="chat template: given one that takes longer than 2 s"):
+        check_rendering_ends(ENDLESS, question, tokenizer)
+    check_rendering_ends("{{ raise_exception('transformers says so') }}", question, tokenizer)
 
 
 def test_answers_end_with_a_token_or_with_text(tokenizer: Any) -> None:

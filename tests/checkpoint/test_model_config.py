@@ -28,6 +28,8 @@ ABSURD: dict[str, list[Any]] = {
     "layer_types": ["full_attention", [1]],
     "quantization_config": ["fp8", {"quant_method": 3}],
     "model_type": [3, ["qwen3_moe"]],
+    "num_experts_per_tok": [100],
+    "rope_parameters": [{"rope_type": "yarn", "factor": "x"}, {"full_attention": {"rope_theta": "x"}}],
     "text_config": [3, {"num_experts": 2**40}],
 }
 

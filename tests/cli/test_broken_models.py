@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ktransformers.ground.errors import InputError
-from ktransformers.modeling.pretrained import read_generation_config, read_tokenizer
+from ktransformers.modeling.pretrained import read_generation_config, read_pretrained_config, read_tokenizer
 from tests.support.cli import RunKt
 from tests.support.tiny_models import build, save
 from tests.support.training import TOKENIZER
@@ -64,10 +64,12 @@ DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
     ("tokenizer.json", cut),
     ("tokenizer.json", binary),
     ("tokenizer.json", set_keys(model={"type": "Nope"})),
+    ("tokenizer.json", set_keys(added_tokens=[{"id": 10**9, "content": "<far>"}])),
     ("tokenizer_config.json", as_list),
     ("tokenizer_config.json", set_keys(tokenizer_class=7, added_tokens_decoder=5)),
     ("generation_config.json", cut),
     ("generation_config.json", set_keys(eos_token_id={})),
+    ("generation_config.json", set_keys(temperature="hot")),
 ]
 # Files that a verb reads; `kt quant` copies the others, if they are JSON.
 VERBS: dict[str, list[str]] = {
@@ -111,3 +113,15 @@ def test_whole_files_are_read(whole: Path) -> None:
     assert len(read_tokenizer(whole)) == 6400
     generation = read_generation_config(whole)
     assert generation is not None
+
+
+def test_wrong_values_are_named(model: Path) -> None:
+    set_keys(hidden_act="swoosh")(model / "config.json")
+    with pytest.raises(InputError, match=r"config\.json: hidden_act: given 'swoosh', expected "):
+        read_pretrained_config(model)
+    for name, value in {"temperature": -1, "top_p": 1.5, "top_k": "50", "repetition_penalty": True}.items():
+        set_keys(**{name: value})(model / "generation_config.json")
+        with pytest.raises(InputError, match=rf"generation_config\.json: {name}: given .*, expected a number from"):
+            read_generation_config(model)
+        set_keys(**{name: None})(model / "generation_config.json")
+    assert read_generation_config(model) is not None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ktransformers.cli import checks
-from ktransformers.cli.checks import GB, Cuda, Disk, Finding
+from ktransformers.cli.checks import GIB, Cuda, Disk, Finding
 from ktransformers.cli.doctor import read_numa_nodes
 from ktransformers.ground import system
 from ktransformers.ground.model_registry import Entry
@@ -75,7 +75,7 @@ def test_cpu_limits_governor_and_numa_are_reported(tmp_path: Path) -> None:
     assert "kernel.numa_balancing=0" in actual and "cpupower" in actual
     (tmp_path / "sys/devices/system/cpu/cpu0/cpufreq/scaling_driver").write_text("intel_pstate\n")
     assert "cpupower" not in cpu(best, "avx2", tmp_path)
-    assert read_numa_nodes(tmp_path) == ["cpus 0-7: 4 GB, 1 GB free"]
+    assert read_numa_nodes(tmp_path) == ["cpus 0-7: 4 GiB, 1 GiB free"]
     few = checks.threads(1, 16, {"OMP_NUM_THREADS": "1"})
     assert "leaves attention 1 of 16 cores -> unset OMP_NUM_THREADS" in said(few)
     assert checks.threads(8, 16, {"OMP_NUM_THREADS": "8"}) == [] == checks.threads(1, 16, {})
@@ -110,15 +110,15 @@ def test_doctor_checks_a_number_of_threads(kt: RunKt) -> None:
 
 
 def test_low_memory_and_huge_pages_are_reported(tmp_path: Path) -> None:
-    assert checks.memory(Memory(64 * GB, 32 * GB, "madvise"), tmp_path) == []
+    assert checks.memory(Memory(64 * GIB, 32 * GIB, "madvise"), tmp_path) == []
     (tmp_path / "proc/sys/vm").mkdir(parents=True)
     (tmp_path / "proc/sys/vm/overcommit_memory").write_text("2\n")
-    actual = said(checks.memory(Memory(64 * GB, 1 * GB, "never"), tmp_path))
-    assert "1.0 GB are free" in actual and "echo madvise | sudo tee" in actual and "vm.overcommit_memory=0" in actual
+    actual = said(checks.memory(Memory(64 * GIB, 1 * GIB, "never"), tmp_path))
+    assert "1.0 GiB are free" in actual and "echo madvise | sudo tee" in actual and "vm.overcommit_memory=0" in actual
 
 
 def test_gpu_driver_problems_are_reported() -> None:
-    card = [Gpu("RTX 4090", 24 * GB)]
+    card = [Gpu("RTX 4090", 24 * GIB)]
     assert "note gpu: no GPU" in said(checks.gpu(Cuda(), []))
     assert "built for the CPU alone" in said(checks.gpu(Cuda(driver="550.54.15"), []))
     assert "too old for this torch's CUDA 12.8 -> a driver of 525" in said(checks.gpu(Cuda("515.1", "12.8"), []))
@@ -131,7 +131,7 @@ def test_gpu_driver_problems_are_reported() -> None:
 
 
 def test_a_gpu_without_a_compiler_for_triton_is_reported() -> None:
-    card = [Gpu("RTX 4090", 24 * GB)]
+    card = [Gpu("RTX 4090", 24 * GIB)]
     assert "warning gpu: there is no C compiler" in said(checks.triton_compiler(card, "3.6.0", None))
     assert checks.triton_compiler(card, "3.6.0", "/usr/bin/gcc") == [] == checks.triton_compiler(card, None, None)
     assert checks.triton_compiler([], "3.6.0", None) == []
@@ -157,9 +157,9 @@ def test_package_conflicts_are_reported() -> None:
 
 
 def test_disks_and_missing_models_are_reported(tmp_path: Path) -> None:
-    disks = [Disk("models", "/m", 100 * GB, 2 * GB, "nfs4"), Disk("here", "/h", 100 * GB, 50 * GB, "nfs4")]
+    disks = [Disk("models", "/m", 100 * GIB, 2 * GIB, "nfs4"), Disk("here", "/h", 100 * GIB, 50 * GIB, "nfs4")]
     actual = said(checks.disks(disks))
-    assert "2.0 GB free at /m (models) -> `kt config set paths.downloads DIR`" in actual
+    assert "2.0 GiB free at /m (models) -> `kt config set paths.downloads DIR`" in actual
     assert actual.count("lies on nfs4") == 1
     mounts = "root / ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\n/dev/sdb /data/local xfs rw 0 0\n"
     kinds = [checks.file_system(Path(path), mounts) for path in ("/home", "/data/m", "/data/local/m", "/database")]

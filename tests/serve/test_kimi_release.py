@@ -11,6 +11,7 @@ import pytest
 from ktransformers.modeling.pretrained import read_tokenizer
 from ktransformers.serve.flags import Launch, parse
 from ktransformers.serve.forecast import plan_server
+from ktransformers.serve.http.grammar_source import GrammarCompiler
 from ktransformers.serve.http.prepare import PrepareSettings
 from ktransformers.serve.http.prepare_pool import PreparePool
 from ktransformers.serve.launch import serve
@@ -50,7 +51,8 @@ def test_workers_run_the_code_of_a_trusted_tokenizer(tmp_path: Path) -> None:
     assert Launch("M").trust_remote_code is False
 
     async def start() -> None:
-        async with PreparePool(tokenizer, PrepareSettings(256, 64), workers=1).running():
+        compiler = GrammarCompiler(tokenizer, 256)
+        async with PreparePool(tokenizer, PrepareSettings(256, 64), compiler, workers=1).running():
             pass
 
     asyncio.run(start())

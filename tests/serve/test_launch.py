@@ -26,7 +26,7 @@ from ktransformers.serve.forecast import plan_server
 from ktransformers.serve.http.training import CheckpointWatch, TrainingLog
 from ktransformers.serve.launch import bind_socket, with_environment
 from ktransformers.serve.loading import open_service
-from ktransformers.serve.target import resolve_target
+from ktransformers.serve.target import check_adapters, resolve_target
 from tests.support.forked import python
 from tests.support.serving import EngineHarness, RunningServer
 
@@ -180,6 +180,11 @@ def test_environment_fills_missing_flags(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("API_PORT", "eight")
     with pytest.raises(InputError, match="API_PORT"):
         with_environment(Launch("M"))
+    monkeypatch.delenv("API_PORT")
+    for empty in ("", " "):
+        monkeypatch.setenv("API_KEY", empty)
+        with pytest.raises(InputError, match="API_KEY: given an empty value, expected a secret; `unset API_KEY`"):
+            with_environment(Launch("M"))
 
 
 def test_targets_resolve(model_directory: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
@@ -213,6 +218,16 @@ def test_targets_resolve(model_directory: Path, adapters: dict[str, Path], tmp_p
     ):
         with pytest.raises(InputError, match=words):
             resolve_target(given)
+
+
+def test_what_is_not_there_is_said_before_loading(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InputError, match=r"given saves/run, which is no folder here, and saves/run cannot be fetched"):
+        resolve_target("saves/run")
+    target = resolve_target(str(model_directory))
+    with pytest.raises(InputError, match="lora-paths: given x=/nope, which does not exist"):
+        check_adapters(Launch("M", lora_paths=(("x", "/nope"),)), target)
+    check_adapters(Launch("M"), target)
 
 
 def test_port_in_use_is_refused_before_loading() -> None:

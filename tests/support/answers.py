@@ -88,6 +88,12 @@ def parse(parser: AnswerParser, pieces: Iterable[str]) -> Answer:
     return joined([*events, *parser.end()])
 
 
+def common_beginning(whole: str, prompt: str) -> str:
+    """What of the prompt the whole conversation begins with: the prompt may have opened a block that it has not."""
+    length = next((at for at, pair in enumerate(zip(whole, prompt, strict=False)) if pair[0] != pair[1]), len(prompt))
+    return whole[:length]
+
+
 def byte_tokenizer(special: Iterable[str]) -> Any:
     """A token for each byte, and special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

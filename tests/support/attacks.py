@@ -86,6 +86,24 @@ ATTACKS: Sequence[Attack] = (
         (200, 400, 429),
     ),
     Attack(
+        "a schema that takes minutes to compile",
+        COMPLETIONS,
+        completion(prompt="a", response_format=schema_form({"type": "integer", "multipleOf": 500010})),
+        message="beyond 1 s and 64 MiB of compilation",
+    ),
+    Attack(
+        "a schema that is a reference to itself",
+        COMPLETIONS,
+        completion(prompt="a", response_format=schema_form({"$ref": "#"})),
+        message="$ref to itself",
+    ),
+    Attack(
+        "a schema of 1,000 optional properties",
+        COMPLETIONS,
+        completion(prompt="a", max_tokens=20, response_format=schema_form(object_schema(1000))),
+        (200,),
+    ),
+    Attack(
         "300 prompts with a schema",
         COMPLETIONS,
         completion(prompt=["Once"] * 300, response_format=schema_form(object_schema(30))),

@@ -114,7 +114,8 @@ class EngineHarness:
         self.loaded = {name: self.lora_modules.open(path, name, 1, str(directory)) for name, path in adapters.items()}
 
     def engine(self, **limits: int) -> Any:
-        from ktransformers.serve.scheduler.engine import Limits, ServeEngine
+        from ktransformers.serve.scheduler.engine import ServeEngine
+        from ktransformers.serve.scheduler.scheduler import Limits
 
         settings = {
             "max_running_requests": 8,

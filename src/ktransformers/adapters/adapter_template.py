@@ -127,16 +127,32 @@ def with_ends(template: AdapterTemplate, tokenizer: Any) -> AdapterTemplate:
 
 def _render_in_process(template: AdapterTemplate, messages: list[dict[str, str]], variables: dict[str, str]) -> str:
     """Rendered by a process with limits, because the template may come from anywhere."""
-    request = {"text": template.text, "messages": messages, "variables": variables}
-    program = Path(template_probe.__file__).read_text()
     try:
-        answer = run_sandboxed(program, request, seconds=PROBE_SECONDS, memory=PROBE_BYTES, packages=True)
+        answer = _render_within_limits(template.text, messages, variables)
     except SandboxError:
         answer = {"error": "it took too much time or memory"}
     if "error" in answer:
         expected = "one that renders a question and an answer"
         raise InputError(template.file, f"a chat template that fails ({answer['error']})", expected)
     return str(answer["rendered"])
+
+
+def _render_within_limits(text: str, messages: list[dict[str, str]], variables: dict[str, str]) -> dict[str, str]:
+    request = {"text": text, "messages": messages, "variables": variables}
+    program = Path(template_probe.__file__).read_text()
+    answer: dict[str, str] = run_sandboxed(program, request, seconds=PROBE_SECONDS, memory=PROBE_BYTES, packages=True)
+    return answer
+
+
+def check_rendering_ends(text: str, messages: list[dict[str, str]], tokenizer: Any) -> None:
+    """Refuse a chat template that renders these messages without end, before this process renders them. What else is
+    wrong with it is left to transformers."""
+    variables = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    try:
+        _render_within_limits(text, messages, variables)
+    except SandboxError as error:
+        expected = "one that renders a question"
+        raise InputError("chat template", f"one that {error}", expected, "pass --chat-template") from error
 
 
 def write_adapter_template(adapter: str | Path, merged: Path) -> None:

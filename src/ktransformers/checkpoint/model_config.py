@@ -3,7 +3,7 @@
 Stock transformers builds what the file says. A count of layers or experts that was mistyped, or damaged by one byte,
 makes it build modules until memory ends, and a text where a number belongs is a traceback from the middle of a layer.
 So every size is checked before a library sees it, in the object itself and in the configurations nested in it. What a
-family leaves out or writes as null stays so; keys that are not in LARGEST are not looked at.
+family leaves out or writes as null stays so; keys that are not in these tables are not looked at.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ MAY_BE_ZERO = {
     "kv_lora_rank", "v_head_dim", "num_experts_per_tok", "n_shared_experts", "num_shared_experts",
     "n_group", "topk_group", "first_k_dense_replace", "num_nextn_predict_layers", "sliding_window", "moe_layer_freq",
 }  # fmt: skip
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
+ROPE_KEYS = ("rope_parameters", "rope_scaling")
+ROPE_WORDS = ("rope_type", "type", "mrope_interleaved", "interleaved", "truncate", "finetuned")  # no numbers
 LISTS = {"layer_types": str, "mlp_layer_types": str, "mlp_only_layers": int}
 MAX_NESTED = 8
 
@@ -56,6 +60,9 @@ def check_model_config(config: Mapping[str, Any], where: str) -> None:
             values = section.get(key)
             if values is not None and not (isinstance(values, list) and all(type(value) is kind for value in values)):
                 raise InputError(f"{where}: {path}{key}", short(values), f"a list of {kind.__name__}")
+        _check_chosen_experts(f"{where}: {path}", section)
+        for key in ROPE_KEYS:
+            _check_rope(f"{where}: {path}{key}", section.get(key))
     for key, kind, expected in (
         ("model_type", str, "the name of a model family"),
         ("quantization_config", dict, "an object"),
@@ -73,6 +80,25 @@ def _sections(config: Mapping[str, Any], path: str, depth: int) -> Iterator[tupl
     for key, value in config.items():
         if isinstance(value, dict) and key.endswith("config") and depth < MAX_NESTED:
             yield from _sections(value, f"{path}{key}.", depth + 1)
+
+
+def _check_chosen_experts(where: str, section: Mapping[str, Any]) -> None:
+    counts = [count for key in EXPERT_COUNTS if isinstance(count := section.get(key), int) and count > 0]
+    for key in CHOSEN_EXPERTS:
+        chosen = section.get(key)
+        if counts and isinstance(chosen, int) and chosen > max(counts):
+            raise InputError(f"{where}{key}", chosen, f"at most {max(counts)}, the experts of a layer")
+
+
+def _check_rope(where: str, parameters: Any) -> None:
+    """Numbers and lists of numbers; some families have an object for each type of layer."""
+    for key, value in parameters.items() if isinstance(parameters, dict) else ():
+        if isinstance(value, dict):
+            _check_rope(f"{where}.{key}", value)
+        elif key not in ROPE_WORDS:
+            for number in value if isinstance(value, list) else [value]:
+                if not isinstance(number, int | float | None):
+                    raise InputError(f"{where}.{key}", short(value), "a number, or a list of numbers")
 
 
 def _check_size(where: str, value: Any, smallest: int, largest: int) -> None:

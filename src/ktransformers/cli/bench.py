@@ -25,7 +25,7 @@ from ktransformers.ground.errors import InputError, KTError
 from ktransformers.ground.report import gigabytes
 
 if TYPE_CHECKING:
-    from ktransformers.serve.scheduler.speed import Speed, SpeedTest
+    from ktransformers.serve.speed import Speed, SpeedTest
 
 FORMATS = ("md", "csv", "json", "jsonl")
 COMPONENTS = {"moe": "moe.py", "train-step": "train_step.py"}
@@ -73,7 +73,7 @@ def bench(
     if output_format not in FORMATS:
         raise InputError("format", repr(output_format), f"one of {', '.join(FORMATS)}")
     model = ask.for_model(model, output_format != "md")
-    from ktransformers.serve.scheduler.speed import SpeedTest
+    from ktransformers.serve.speed import SpeedTest
 
     tests = [SpeedTest(prompt=number) for number in parse_counts("n-prompt", n_prompt) if number]
     depths = parse_counts("n-depth", n_depth) or [0]
@@ -113,7 +113,7 @@ def _measure(
     from ktransformers.cli.library_output import library_output
     from ktransformers.serve.flags import Launch
     from ktransformers.serve.loading import open_service
-    from ktransformers.serve.scheduler.speed import measure_speeds
+    from ktransformers.serve.speed import measure_speeds
     from ktransformers.serve.target import resolve_target
     from ktransformers.serve.yaml_keys import with_yaml_keys
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ktransformers._core import Machine, VariantInfo
     from ktransformers.ground import model_registry, system
 
-GB = 2**30
-LOW_DISK, LOW_MEMORY = 10 * GB, 4 * GB
+GIB = 2**30
+LOW_DISK, LOW_MEMORY = 10 * GIB, 4 * GIB
 THP = "/sys/kernel/mm/transparent_hugepage/enabled"
 # CUDA's major version -> the oldest driver of Linux that runs it (NVIDIA's release notes).
 MIN_DRIVER = {11: 450, 12: 525, 13: 580}
@@ -133,7 +133,7 @@ def cpu(
 def memory(memory: system.Memory, root: Path) -> list[Finding]:
     findings = []
     if memory.available < LOW_MEMORY:
-        text = f"{memory.available / GB:.1f} GB are free"
+        text = f"{memory.available / GIB:.1f} GiB are free"
         findings.append(
             Finding(
                 "warning", "memory", text, "end processes that use memory; `kt plan MODEL` shows what a model needs"
@@ -319,7 +319,7 @@ def disks(disks: Sequence[Disk]) -> list[Finding]:
         if disk.free < LOW_DISK:
             fix = "`kt config set paths.downloads DIR`" if disk.what == "models" else "free some, or move it (HF_HOME)"
             findings.append(
-                Finding("warning", "disk", f"{disk.free / GB:.1f} GB free at {disk.path} ({disk.what})", fix)
+                Finding("warning", "disk", f"{disk.free / GIB:.1f} GiB free at {disk.path} ({disk.what})", fix)
             )
         if disk.kind in REMOTE_FILE_SYSTEMS and disk.what in ("models", "hub cache"):
             text = f"{disk.path} lies on {disk.kind}: a model is read over the network whenever it is loaded"

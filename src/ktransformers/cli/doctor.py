@@ -100,7 +100,7 @@ def read_torch(root: Path) -> tuple[Cuda, int | None]:
 
 
 def read_numa_nodes(root: Path) -> list[str]:
-    """One line per NUMA node: `cpus 0-15: 120 GB, 80 GB free`."""
+    """One line per NUMA node: `cpus 0-15: 120 GiB, 80 GiB free`."""
     nodes = []
     for node in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
         try:
@@ -202,7 +202,7 @@ def examine(root: Path = ROOT, expert_threads: int | None = None) -> MachineRepo
 
 
 def format_size(count: int) -> str:
-    for unit, bytes_in in (("GB", 2**30), ("MB", 2**20), ("KB", 2**10)):
+    for unit, bytes_in in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= bytes_in:
             return f"{count / bytes_in:.4g} {unit}"
     return f"{count} B"

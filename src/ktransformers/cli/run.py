@@ -89,12 +89,13 @@ def _answer_prompt(line: RunLine, as_json: bool) -> None:
     from ktransformers.cli.serve import show_plan
     from ktransformers.serve.forecast import plan_server
     from ktransformers.serve.loading import open_service
-    from ktransformers.serve.target import resolve_target
+    from ktransformers.serve.target import check_adapters, resolve_target
     from ktransformers.serve.yaml_keys import with_yaml_keys
 
     for note in line.launch.notes:
         log(f"accepted without effect: {note}")
     target = resolve_target(line.launch.target)
+    check_adapters(line.launch, target)
     adapters = [name for name, _ in (*target.adapters, *line.launch.lora_paths)]
     if line.adapter is not None and line.adapter not in adapters:
         expected = f"one of {', '.join(adapters) or 'none: this is a model without adapters'}"
@@ -117,6 +118,7 @@ def _answer(
     temperature: float | None,
     as_json: bool,
 ) -> None:
+    from ktransformers.adapters.adapter_template import check_rendering_ends
     from ktransformers.serve.doors.answer_events import ReasoningDelta, TextDelta
     from ktransformers.serve.doors.conversation import ChatRequest, Conversation, Generation, Turn
     from ktransformers.serve.http.choice_parser import ChoiceParser
@@ -127,8 +129,10 @@ def _answer(
     assert isinstance(service, Service)
     sampling = {} if temperature is None else {"temperature": temperature}
     parser: ChoiceParser | None = None
-    if service.template_of(service.find(name)):
+    if template := service.template_of(service.find(name)):
         turns = [Turn("system", system)] if system else []
+        messages = [{"role": turn.role, "content": turn.text} for turn in (*turns, Turn("user", prompt))]
+        check_rendering_ends(template, messages, service.tokenizer)
         conversation = Conversation((*turns, Turn("user", prompt)))
         asked = ChatRequest(conversation, Generation(name, max_tokens, sampling=sampling))
         generation, parser = service.chat(asked)

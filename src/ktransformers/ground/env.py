@@ -73,6 +73,14 @@ def text(name: str) -> str:
     return os.environ.get(name, "").strip()
 
 
+def secret(name: str) -> str | None:
+    """The value of one of VARIABLES that protects something: set, but empty, is an error and not the same as unset."""
+    value = text(name)
+    if not value and name in os.environ:
+        raise InputError(name, "an empty value", "a secret", f"`unset {name}` to go without one")
+    return value or None
+
+
 def graphs_enabled(name: str) -> bool:
     """Whether KT_GRAPHS leaves these graphs on; `name` is one of GRAPHS. Unset: all are, `0` or `none`: none is."""
     value = text("KT_GRAPHS")

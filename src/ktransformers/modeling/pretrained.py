@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.checkpoint.quantisation import accept
 from ktransformers.checkpoint.sources import Source, open_source
-from ktransformers.ground.errors import InputError, KTError
+from ktransformers.ground.errors import InputError, KTError, nearest
+from ktransformers.ground.files import short
 from ktransformers.modeling.prepare import QUANT_METHOD, config_file, read_config, split_quantisation, to_stock_config
 from ktransformers.modeling.tiktoken_tokenizer import REMEDY, is_tiktoken_release, read_tiktoken, remote_code
 from ktransformers.modeling.tokenizer_patterns import check_patterns
@@ -32,6 +33,15 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of generation_config.json
+# Sampling settings of generation_config.json -> the smallest and the largest value.
+SAMPLING_RANGES = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 1 << 28),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 100.0),
+}
+MAX_TOKEN_ID = (1 << 24) - 1  # vocabularies have up to a few hundred thousand tokens
 MAX_REASON = 200  # characters of a message of transformers
 
 
@@ -82,6 +92,7 @@ def read_tokenizer(directory: str | Path, *, trust_remote_code: bool = False, **
     """The tokenizer of a directory; `options` are those of `AutoTokenizer.from_pretrained`."""
     folder = Path(directory)
     code = remote_code(folder)
+    _check_added_tokens(folder)
     try:
         if not trust_remote_code and is_tiktoken_release(folder):
             tokenizer = read_tiktoken(folder)
@@ -139,7 +150,19 @@ def read_pretrained_config(directory: str | Path) -> PreTrainedConfig:
                 equivalent: PreTrainedConfig = AutoConfig.for_model(stock.pop("model_type"), **stock)
                 return equivalent
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    _check_activation(config, folder / CONFIG_FILE)
     return config
+
+
+def _check_activation(config: PreTrainedConfig, file: Path) -> None:
+    from transformers.activations import ACT2FN
+
+    text = config.get_text_config()
+    for name in ("hidden_act", "hidden_activation"):
+        activation = getattr(text, name, None)
+        if isinstance(activation, str) and activation not in ACT2FN:
+            known = "an activation of transformers, such as silu"
+            raise InputError(f"{file}: {name}", repr(activation), nearest(activation, ACT2FN, known))
 
 
 def read_generation_config(directory: Path) -> GenerationConfig | None:
@@ -158,7 +181,28 @@ def read_generation_config(directory: Path) -> GenerationConfig | None:
         tokens = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(token, int) for token in tokens):
             raise InputError(f"{file}: {name}", _reason(value), "a token id, or a list of them")
+    for name, (smallest, largest) in SAMPLING_RANGES.items():
+        value = getattr(config, name, None)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and smallest <= value <= largest):
+            raise InputError(f"{file}: {name}", short(value), f"a number from {smallest:g} to {largest:g}")
     return config
+
+
+def _check_added_tokens(directory: Path) -> None:
+    """Token ids that no vocabulary has, before a library makes a table of as many rows."""
+    files = {"tokenizer.json": "added_tokens", "tokenizer_config.json": "added_tokens_decoder"}
+    for name, key in files.items():
+        file = directory / name
+        try:
+            added = json.loads(file.read_bytes()).get(key) or ()
+        except (OSError, ValueError, AttributeError, RecursionError):  # none, or broken, which its reader says
+            continue
+        tokens = added if isinstance(added, list) else ()
+        ids = added if isinstance(added, dict) else [token.get("id") for token in tokens if isinstance(token, dict)]
+        for given in map(str, ids):
+            if given.isdecimal() and int(given) > MAX_TOKEN_ID:
+                raise InputError(f"{file}: {key}", f"token {given}", f"ids up to {MAX_TOKEN_ID}", "download it again")
 
 
 @dataclass(frozen=True)

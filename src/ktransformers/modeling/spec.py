@@ -72,7 +72,8 @@ def locate_model(given: str, option: str = "model", **hub: Any) -> Path:
         return fetch_snapshot(name, **hub)
     except Exception as error:  # the hub client raises many types
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(option, f"{given} ({reason})", "a folder, or a hub id that can be fetched") from error
+        given = f"{given}, which is no folder here, and {name} cannot be fetched from the hub ({reason})"
+        raise InputError(option, given, "a folder, or a hub id that can be fetched") from error
 
 
 def find_model(given: str, option: str = "model", **hub: Any) -> Path | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.ground.errors import InputError
@@ -28,6 +29,8 @@ from ktransformers.serve.target import Target, as_trained
 if TYPE_CHECKING:
     from ktransformers.serve.http.service import Service
 
+CHUNK_SIZES = (8192, 4096, 2048, 1024)  # prompt tokens of a step; the largest that changes nothing else in the plan
+DEFAULT_CHUNK = 512  # without a plan, with --deterministic, and where no larger one fits
 DEFAULT_CONTEXT = 4096  # tokens of a request, if the line sets none and the model allows more
 
 
@@ -39,7 +42,7 @@ def serving_workload(launch: Launch, rest_bytes: int, max_positions: int, rest: 
     cache_tokens = launch.max_total_tokens or context
     return Serving(
         context=cache_tokens,
-        prompt=min(launch.chunked_prefill_size, cache_tokens),
+        prompt=min(launch.chunked_prefill_size or DEFAULT_CHUNK, cache_tokens),
         sequences=1,
         rest_bytes=rest_bytes,
         linear_format=None if rest == "bf16" else rest,
@@ -56,6 +59,12 @@ def max_positions(config: Any) -> int:
     """The longest sequence that the model supports."""
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return int(positions) if positions and math.isfinite(positions) else 4096
+
+
+def chunk_size(launch: Launch, plan: Plan | None) -> int:
+    """Prompt tokens of a step, at most."""
+    planned = DEFAULT_CHUNK if plan is None or launch.deterministic else plan.nearest.work.tokens
+    return launch.chunked_prefill_size or max(DEFAULT_CHUNK, planned)
 
 
 def choose_device(launch: Launch, plan: Plan | None = None) -> str:
@@ -77,11 +86,18 @@ def plan_server(
 
     def plan_for(device: str) -> Plan | None:
         work = workload_of(launch, target, device, rest_by_rules(options, launch.rest))
+        sizes = () if launch.chunked_prefill_size is not None or launch.deterministic else CHUNK_SIZES
         expert_format = launch.expert_format or encoded_format(options) or target.expert_format
         try:
             shape = stored_as(open_shape(str(target.model)), expert_format)
             machine = with_gpus(this_machine(), "none") if device == "cpu" else this_machine()
-            return make_plan(shape, work, machine, policies=options.policies, needs_gpu=needs_gpu)
+            plan = make_plan(shape, work, machine, policies=options.policies, needs_gpu=needs_gpu)
+            for tokens in sizes if plan.best is not None else ():
+                larger_work = replace(work, prompt=min(tokens, work.context))
+                larger = make_plan(shape, larger_work, machine, policies=options.policies, needs_gpu=needs_gpu)
+                if larger.best is not None and larger.best.choice == plan.nearest.choice:
+                    return larger
+            return plan
         except InputError as error:
             log(f"no plan of memory and time: {error}")
             return None
@@ -135,7 +151,8 @@ def memory_advice(launch: Launch, plan: Plan | None, cache_tokens: int, cache_by
         size = sum(table.get(name, 0) for table in tables for name in names)
         return f", planned {size / 2**30:.2f} GiB" if size else ""
 
-    prefill = "no limit" if launch.chunked_prefill_size >= 2**31 else str(launch.chunked_prefill_size)
+    chunk = chunk_size(launch, plan)
+    prefill = "no limit" if chunk >= 2**31 else str(chunk)
     steps = [
         f"a smaller --chunked-prefill-size (now {prefill}{planned('activations', 'scores', 'workspace', 'groups')})",
         f"fewer --max-running-requests (now {launch.max_running_requests})",

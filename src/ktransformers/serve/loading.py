@@ -26,8 +26,9 @@ from ktransformers.place.apply import ModelPlacement, as_planned
 from ktransformers.place.device_map import run_on
 from ktransformers.plan import Plan
 from ktransformers.quantized.weight import describe_quantized
+from ktransformers.serve.cache.kv_cache import CAPACITY_BLOCK
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.forecast import choose_device, max_positions, memory_advice
+from ktransformers.serve.forecast import choose_device, chunk_size, max_positions, memory_advice
 from ktransformers.serve.graphs.decode_graphs import attach_graphs
 from ktransformers.serve.http.limits import RequestLimits
 from ktransformers.serve.http.registry import Registry
@@ -45,9 +46,10 @@ from ktransformers.serve.placement import (
     plan_operators,
     spreads_layers,
 )
-from ktransformers.serve.scheduler.engine import Limits, ServeEngine
+from ktransformers.serve.scheduler.engine import ServeEngine
 from ktransformers.serve.scheduler.forward import Forward, SequentialForward, make_forward
 from ktransformers.serve.scheduler.lora import LoraModules
+from ktransformers.serve.scheduler.scheduler import Limits
 from ktransformers.serve.target import Target, as_trained, differences_from_training
 
 if TYPE_CHECKING:
@@ -55,6 +57,9 @@ if TYPE_CHECKING:
     from ktransformers.serve.nodes.group import NodeGroup
 
 LogLine = Callable[[str], None]
+MOST_RUNNING = 256  # sequences in a batch, unless the line says otherwise
+FULL_LENGTH = 16  # sequences of full length that the KV cache has room for, where memory allows
+STATE_SHARE = 0.25  # of the memory for the KV cache, for states of sequences
 
 
 def open_service(
@@ -144,7 +149,9 @@ def _open_service(
     )
     if service.template_of(None) and (note := service.answer_format(None).note):
         log(note)
-    service.approximations = fill_gpus(placement, cache_bytes, launch.chunked_prefill_size, plan, graphs, log)
+    service.approximations = fill_gpus(
+        placement, cache_bytes, service.engine.limits.chunked_prefill_size, plan, graphs, log
+    )
     service.approximations |= _encoded_on_load(launch, target, operators, options.kt_optimize_rule, coded=bool(coded))
     service.placement = placement
     if placement.placement is not None:
@@ -199,16 +206,24 @@ def _make_engine(
 ) -> tuple[ServeEngine, int]:
     """The engine with its KV cache and tiers, and the bytes of the cache when it is full."""
     context = launch.context_length or max_positions(forward.model.config)
-    state_bytes = 2 * launch.max_running_requests * forward.bytes_per_sequence  # of running ones, and copies
+    running = launch.max_running_requests or MOST_RUNNING
+    if launch.max_running_requests is None and forward.bytes_per_sequence:
+        free = cache_tokens(forward.model, launch, device, kv_bytes_per_token, 0) * kv_bytes_per_token
+        running = max(FULL_LENGTH, min(running, int(STATE_SHARE * free) // (2 * forward.bytes_per_sequence)))
+    state_bytes = 2 * running * forward.bytes_per_sequence  # of running ones, and copies
     capacity = cache_tokens(forward.model, launch, device, kv_bytes_per_token, state_bytes)
-    tokens = launch.max_total_tokens or max(256, min(capacity, launch.max_running_requests * context))
+    full_length = launch.max_running_requests or FULL_LENGTH
+    tokens = launch.max_total_tokens or max(256, min(capacity, full_length * context))
+    if launch.max_running_requests is None:
+        running = min(running, max(1, tokens // CAPACITY_BLOCK))
+    launch = replace(launch, max_running_requests=running)
     cache_bytes = tokens * kv_bytes_per_token
     states = f", states of sequences up to {state_bytes / 2**30:.2f} GiB" if state_bytes else ""
     log(f"KV cache of {tokens} tokens, {cache_bytes / 2**30:.2f} GiB when full{states}")
     limits = Limits(
-        launch.max_running_requests,
+        running,
         launch.max_queued_requests,
-        launch.chunked_prefill_size,
+        chunk_size(launch, plan),
         tokens,
         min(context, tokens),
         launch.deterministic,

@@ -18,7 +18,7 @@ from typing import Any
 
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.ground.errors import InputError
-from ktransformers.ground.files import find_example, read_json_object, read_yaml_mapping
+from ktransformers.ground.files import find_example, path_exists, read_json_object, read_yaml_mapping
 from ktransformers.ground.linear_storage import AS_RELEASED, KEEP
 from ktransformers.modeling.spec import locate_model
 from ktransformers.serve.flags import Launch
@@ -116,6 +116,14 @@ def _target_of_yaml(path: Path) -> Target:
 
 def _adapter_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name) or "adapter"
+
+
+def check_adapters(launch: Launch, target: Target) -> None:
+    """Adapters are read when the model is loaded; one that is not there is an error before."""
+    for name, directory in (*target.adapters, *launch.lora_paths):
+        if not path_exists(directory):
+            given = f"{name}={directory}, which does not exist"
+            raise InputError("lora-paths", given, "the directory or the GGUF file of an adapter")
 
 
 def as_trained(launch: Launch, target: Target) -> Launch:

@@ -284,7 +284,7 @@ def test_engine_preempts_and_reuses_prefixes(indexed_harness: EngineHarness) -> 
     created = [harness.sequence(prompt, name, max_tokens=60) for prompt, name in zip(prompts, names, strict=True)]
     engine = harness.engine(max_total_tokens=320, chunked_prefill_size=32)
     harness.run(engine, *(one for one, _ in created))
-    assert engine.counts.preempted > 0
+    assert engine.scheduler.preempted > 0
     alone = [harness.alone(prompt, name, max_tokens=60) for prompt, name in zip(prompts, names, strict=True)]
     assert all(same_completion(recorded, one) for (_, recorded), one in zip(created, alone, strict=True))
     assert alone[1].tokens != harness.alone(prompts[1], max_tokens=60).tokens

@@ -169,7 +169,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(
         tiers_harness.run(engine, tiers_harness.sequence(PROMPT)[0])
     monkeypatch.setattr(cache_tiers, "MIN_PATIENCE_SECONDS", 0.05)
     with tiered_engine(tiers_harness, disk=tmp_path / "kv") as engine:
-        engine.prefill_rate.add(64, 1e-3)
+        engine.cache.prefill_rate.add(64, 1e-3)
         sequence, recorded = tiers_harness.sequence(PROMPT)
         tiers_harness.run(engine, sequence)
         assert recorded.events[-1].cached == 0
@@ -178,7 +178,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(
         engine.kv_cache.clear()
         engine.tiers.forget_all()
         sequence, _ = tiers_harness.sequence(PROMPT)
-        assert engine._fetched(sequence) and not sequence.fetch.blocks
+        assert engine.cache.fetched(sequence) and not sequence.fetch.blocks
         hanging_disk.set()
         wait_until(lambda: not engine.tiers.disk._reads)
         assert all(not block.references for block in engine.tiers.host._blocks.values())

@@ -157,17 +157,17 @@ def test_a_tier_slower_than_computing_is_skipped_and_tried_again(tiers_harness: 
     with tiered_engine(tiers_harness, disk=tmp_path / "kv") as engine:
         counts = engine.tiers.disk.counts
         counts.read_rate.add(engine.tiers.layout.bytes, 10.0)  # seconds for a block
-        engine.prefill_rate.add(64, 8.0)
+        engine.cache.prefill_rate.add(64, 8.0)
         assert ask(tiers_harness, engine).events[-1].cached == 0
         assert counts.skipped_tokens == 192 and not counts.read_bytes
         before = counts.read_rate.value
         evict_slots(engine)
         engine.tiers.host._blocks.clear()  # what was computed again is there
-        engine.prefill_rate = type(engine.prefill_rate)()
-        engine.prefill_rate.add(64, 8.0)
+        engine.cache.prefill_rate = type(engine.cache.prefill_rate)()
+        engine.cache.prefill_rate.add(64, 8.0)
         for _ in range(8):
             root = engine.tiers.root_of(None)
-            fetch = engine.tiers.fetch(root, PROMPT, 0, engine.prefill_rate)
+            fetch = engine.tiers.fetch(root, PROMPT, 0, engine.cache.prefill_rate)
             if fetch.blocks:
                 break
         assert fetch.blocks and counts.read_rate.value > before
@@ -261,7 +261,7 @@ def test_a_cancelled_sequence_lets_go_of_its_blocks(tiers_harness: EngineHarness
     with tiered_engine(tiers_harness, disk=tmp_path / "kv", max_running_requests=1) as engine:
         root = engine.tiers.root_of(None)
         sequence, recorded = tiers_harness.sequence(PROMPT)
-        sequence.fetch = engine.tiers.fetch(root, PROMPT, 0, engine.prefill_rate)
+        sequence.fetch = engine.tiers.fetch(root, PROMPT, 0, engine.cache.prefill_rate)
         engine.submit([sequence])
         engine.cancel([sequence])
         engine.step()
@@ -365,7 +365,7 @@ def test_a_slot_that_is_evicted_while_a_sequence_waits_is_fetched_instead(tiers_
     with tiered_engine(tiers_harness) as engine:
         ask(tiers_harness, engine)
         sequence, recorded = tiers_harness.sequence(PROMPT)
-        assert engine._fetched(sequence) and not sequence.fetch.blocks and sequence.fetch.start == 192
+        assert engine.cache.fetched(sequence) and not sequence.fetch.blocks and sequence.fetch.start == 192
         evict_slots(engine)
         tiers_harness.run(engine, sequence)
         assert recorded.events[-1].cached == 192

@@ -22,8 +22,9 @@ from ktransformers.serve.cache.cache_kinds import bytes_by_kind
 from ktransformers.serve.cache.host_tier import HostTier
 from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.sampling.sampling import Sampling
-from ktransformers.serve.scheduler.engine import FETCH_POLL_SECONDS, Limits, ServeEngine
+from ktransformers.serve.scheduler.engine import FETCH_POLL_SECONDS, ServeEngine
 from ktransformers.serve.scheduler.forward import Forward
+from ktransformers.serve.scheduler.scheduler import Limits
 from ktransformers.serve.scheduler.sequence import GenerationRequest, Sequence
 from tests.support.cache_tiers import evict_slots, tiered_engine
 from tests.support.serving import RecordedEvents, random_prompt, same_completion

@@ -16,9 +16,10 @@ from ktransformers.serve.cache import snapshots
 from ktransformers.serve.cache.kv_cache import KVCache
 from ktransformers.serve.cache.snapshots import Snapshots, next_chunk_end
 from ktransformers.serve.sampling.sampling import Sampling
-from ktransformers.serve.scheduler.engine import Limits, ServeEngine
+from ktransformers.serve.scheduler.engine import ServeEngine
 from ktransformers.serve.scheduler.forward import make_forward
 from ktransformers.serve.scheduler.lora import LoraModules
+from ktransformers.serve.scheduler.scheduler import Limits
 from ktransformers.serve.scheduler.sequence import GenerationRequest, Sequence
 from tests.support.serving import EngineHarness, RecordedEvents, same_completion
 from tests.support.tiny_models import VOCABULARY, build
@@ -147,7 +148,7 @@ def close_snapshots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_sequences_restart_from_the_last_copy_they_share(recurrent: Recurrent) -> None:
     prompt, adapter = prompt_of(4, 42), recurrent.adapter
     engine = recurrent.engine()
-    base, adapted = recurrent.complete(engine, (prompt, None), (prompt, adapter))
+    (base,), (adapted,) = recurrent.complete(engine, (prompt, None)), recurrent.complete(engine, (prompt, adapter))
     assert base.tokens != adapted.tokens
     assert same_completion(base, recurrent.alone(prompt)) and same_completion(adapted, recurrent.alone(prompt, adapter))
 
@@ -196,7 +197,7 @@ def test_preempted_sequences_give_the_same_answers(recurrent: Recurrent) -> None
     prompts = [prompt_of(seed, 50) for seed in range(3)]
     engine = recurrent.engine(max_total_tokens=192, context_length=160)
     recorded = recurrent.complete(engine, *((prompt, None) for prompt in prompts), new=30)
-    assert engine.counts.preempted
+    assert engine.scheduler.preempted
     for prompt, one in zip(prompts, recorded, strict=True):
         assert same_completion(one, recurrent.alone(prompt, new=30))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktransformers.serve.doors.answer_events import CallArguments, CallBegin, TextDelta
+from ktransformers.serve.doors.conversation import Reasoning
 from ktransformers.serve.formats import AnswerFormat, recognise
 from ktransformers.serve.formats.families import CALLS, THINKING
 from tests.support.answers import TOOLS, Answer, joined, parse
@@ -46,7 +46,9 @@ class TestEveryFormat:
         calls = (("get_weather", EXPECTED), ("ping", {}), ("get_weather", {"city": "42"}))
         text = "" if syntax.bare else "Let me see.\n\n"
         header = thinking.marks[0] if thinking.marks and text else ""
-        body = f"{thinking.open}I think <b.{thinking.close}{thinking.resume}{header}{text}{written(answer_format, *calls)}"
+        body = (
+            f"{thinking.open}I think <b.{thinking.close}{thinking.resume}{header}{text}{written(answer_format, *calls)}"
+        )
         answer = read(name, body + "<|im_end|>")
         assert answer.calls == list(calls)
         assert (answer.reasoning, answer.text) == ("I think <b.", text.strip())
@@ -61,7 +63,9 @@ class TestEveryFormat:
         values = st.text(st.sampled_from('ab<>|/"\\\n{}[]()=, é▁｜'), max_size=8)
         calls = [("get_weather", {"city": data.draw(values)}), ("ping", {})]
         text = data.draw(st.sampled_from(["", "<think>", "<tool", "<think>a</think>\n", "a <| b"]))
-        text += written(answer_format, *calls) + data.draw(st.sampled_from(["", "<|im_end|>", " b", "</", "<tool_call>"]))
+        text += written(answer_format, *calls) + data.draw(
+            st.sampled_from(["", "<|im_end|>", " b", "</", "<tool_call>"])
+        )
         text = text[: data.draw(st.integers(0, len(text))) if data.draw(st.booleans()) else len(text)]
         cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
         pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -149,8 +153,8 @@ def test_calls_of_hermes_that_models_write_otherwise(text: str) -> None:
         " to=functions.ping<|channel|>commentary json<|message|>{}<|call|>",
         "<|channel|>commentary to=functions.ping <|constrain|>json<|message|>{}",
         "<|channel|>commentary to=functions.ping<|message|>{}<|call|>",
-        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.ping json<|message|>{}",
-        "<|channel|>analysis to=functions.ping code<|message|>{}<|call|>".replace(" code", " json"),
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.ping<|message|>{}",
+        "<|channel|>analysis to=functions.ping json<|message|>{}<|call|>",
     ],
 )
 def test_recipients_of_harmony_before_and_behind_the_channel(text: str) -> None:
@@ -173,9 +177,7 @@ def test_arguments_have_the_types_of_the_schema() -> None:
         for key, value in (("city", "42"), ("days", "3"), ("hourly", "True"), ("units", '{"temperature": "1"}'))
     )
     answer = read("qwen3_coder", f"<tool_call>\n<function=get_weather>\n{text}</function>\n</tool_call>")
-    assert answer.calls == [
-        ("get_weather", {"city": "42", "days": 3, "hourly": True, "units": {"temperature": "1"}})
-    ]
+    assert answer.calls == [("get_weather", {"city": "42", "days": 3, "hourly": True, "units": {"temperature": "1"}})]
     tagged = "<parameter=other>\n[1]\n</parameter>\n<parameter=more>\n 1 a\n</parameter>\n"
     answer = read("qwen3_coder", f"<function=get_weather>\n{tagged}</function>\n</tool_call>")
     assert answer.calls == [("get_weather", {"other": [1], "more": " 1 a"})]
@@ -186,9 +188,7 @@ def test_nested_tags_with_a_namespace() -> None:
     units = f"{mark}<units>{mark}<temperature>7{mark}</temperature>{mark}</units>"
     listed = f"{mark}<towns>{mark}<item>a{mark}</item>{mark}<item>b{mark}</item>{mark}</towns>"
     text = f'{mark}<tool_call>\n{mark}<invoke name="get_weather">{units}{listed}{mark}</invoke>\n{mark}</tool_call>'
-    assert read("minimax-m3", text).calls == [
-        ("get_weather", {"units": {"temperature": "7"}, "towns": ["a", "b"]})
-    ]
+    assert read("minimax-m3", text).calls == [("get_weather", {"units": {"temperature": "7"}, "towns": ["a", "b"]})]
 
 
 def test_values_may_contain_the_tags_of_their_format() -> None:
@@ -275,10 +275,4 @@ def test_an_unknown_format_passes_text_through() -> None:
     assert answer_format.is_text and "stay text" in answer_format.note
     events = answer_format.parser("", TOOLS).feed("<tool_call>x")
     assert joined(events).text == "<tool_call>x"
-    assert replace(answer_format).constraint(TOOLS, "required", (), True, recognise_reasoning()) is None
-
-
-def recognise_reasoning() -> Any:
-    from ktransformers.serve.doors.conversation import Reasoning
-
-    return Reasoning()
+    assert answer_format.constraint(TOOLS, "required", (), True, Reasoning()) is None

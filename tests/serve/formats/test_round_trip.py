@@ -4,7 +4,6 @@ those that TRL ships as released, and two of `tests/data/chat_templates`."""
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ktransformers.serve.formats import recognise
-from tests.support.answers import TOOLS, parse
+from tests.support.answers import TOOLS, common_beginning, parse
 
 DATA = Path(__file__).parents[2] / "data" / "chat_templates"
 TRL = importlib.util.find_spec("trl")
@@ -90,7 +89,7 @@ def test_answers_of_released_templates(name: str, calls: list[tuple[str, dict[st
     assert answer_format.name == expected_format and not answer_format.note
     user = [{"role": "user", "content": "How is the weather?"}]
     whole = render(template, [*user, assistant(calls, lacks)], False)
-    prefix = os.path.commonprefix([whole, render(template, user, True)])
+    prefix = common_beginning(whole, render(template, user, True))
     text = whole[len(prefix) :]
     for size in (1, 7, len(text)):
         pieces = [text[at : at + size] for at in range(0, len(text), size)]

@@ -12,8 +12,9 @@ from ktransformers.experts.contract import expert_modules
 from ktransformers.experts.interface import pack_module, select_implementation
 from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
 from ktransformers.serve.sampling.sampling import Sampling
-from ktransformers.serve.scheduler.engine import Limits, ServeEngine
+from ktransformers.serve.scheduler.engine import ServeEngine
 from ktransformers.serve.scheduler.forward import Forward
+from ktransformers.serve.scheduler.scheduler import Limits
 from ktransformers.serve.scheduler.sequence import Event, GenerationRequest, Sequence
 from tests.serve.graphs.test_decode_graphs import served
 from tests.support.decode_recorder import EagerCapture
@@ -110,7 +111,7 @@ def test_slots_that_grow_and_preemption(harness: EngineHarness) -> None:
             loop.ask(seed, 60, 50)
 
     loop = both(harness, schedule, max_total_tokens=320, context_length=128)
-    assert loop.engine.counts.preempted, "the cache was too small for three"
+    assert loop.engine.scheduler.preempted, "the cache was too small for three"
 
 
 def test_adapters_and_sampled_requests_beside_greedy_ones(harness: EngineHarness) -> None:

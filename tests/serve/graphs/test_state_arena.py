@@ -18,9 +18,10 @@ from ktransformers.serve.cache.snapshots import States, copy_states
 from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
 from ktransformers.serve.graphs.state_arena import ArenaStates, StateArena
 from ktransformers.serve.sampling.sampling import Sampling
-from ktransformers.serve.scheduler.engine import Limits, ServeEngine
+from ktransformers.serve.scheduler.engine import ServeEngine
 from ktransformers.serve.scheduler.forward import Chunk, make_forward
 from ktransformers.serve.scheduler.lora import LoraModules
+from ktransformers.serve.scheduler.scheduler import Limits
 from ktransformers.serve.scheduler.sequence import GenerationRequest, Sequence
 from tests.serve.cache.test_recurrent_states import linear_adapter
 from tests.support.decode_recorder import EagerCapture
@@ -157,7 +158,7 @@ def test_an_engine_with_graphs_gives_the_answers_of_one_without(
         engine = ServeEngine(placed.forward, Limits(**settings, max_total_tokens=cache_tokens))
         first = complete(engine, prompts)
         later = complete(engine, [[*prompts[one], *first[one].tokens, 8, 9] for one in (0, 2)])
-        assert engine.counts.preempted if cache_tokens == 192 else engine.kv_cache.reused_tokens
+        assert engine.scheduler.preempted if cache_tokens == 192 else engine.kv_cache.reused_tokens
         return first + later
 
     expected = answers()

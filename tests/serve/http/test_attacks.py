@@ -118,7 +118,7 @@ def test_worker_that_hangs_is_replaced(harness: Any, adapters: dict[str, Path]) 
 
 def test_one_schema_is_compiled_once_for_all_prompts(served: RunningServer) -> None:
     pytest.importorskip("llguidance")
-    source = served.service.grammar_source
+    source = served.service.grammar_compiler
     before = source.compilations
     body = {"model": "tiny", "prompt": ["Once", "upon", "a", "time"], "max_tokens": 1}
     body["response_format"] = schema_form(object_schema(3, "once"))
@@ -158,7 +158,7 @@ def test_refused_and_answered_requests_leave_no_cycles(served: RunningServer) ->
 def test_500_requests_with_schemas_leave_memory_flat(served: RunningServer) -> None:
     """Half of them have a schema of their own; the cache of compiled ones is full after the first hundred."""
     pytest.importorskip("llguidance")
-    from ktransformers.serve.http.grammar_source import MAX_COMPILED
+    from ktransformers.serve.http.grammar_source import MAX_COMPILED_BYTES
     from tests.support.memory import allocated, resident
 
     def request(number: int) -> None:
@@ -173,5 +173,5 @@ def test_500_requests_with_schemas_leave_memory_flat(served: RunningServer) -> N
     for number in range(150, 500):
         request(number)
     grown = allocated() - before[0], resident() - before[1]
-    assert len(served.service.grammar_source._compiled) <= MAX_COMPILED
+    assert served.service.grammar_compiler.cached_bytes <= MAX_COMPILED_BYTES
     assert grown[0] < 4 * 2**20 and grown[1] < 24 * 2**20, grown

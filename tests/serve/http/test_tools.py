@@ -32,14 +32,13 @@ ACTIVE = [{"role": "user", "content": "How is the weather?"}]
 
 
 def test_json_without_llguidance_is_refused(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ktransformers.serve.doors.chat import CHAT
+    from ktransformers.ground.errors import InputError
     from ktransformers.serve.http import grammar_source
-    from ktransformers.serve.http.error import ApiError
 
     monkeypatch.setattr(grammar_source, "PACKAGE", "no_such_package")
-    requested = {"model": "tiny", "messages": ACTIVE, "response_format": {"type": "json_object"}}
-    with pytest.raises(ApiError, match="pip install"):
-        served.service.chat(CHAT.parse(json.dumps(requested).encode()))
+    compiler = grammar_source.GrammarCompiler(served.service.tokenizer, served.service.vocabulary)
+    with pytest.raises(InputError, match="pip install"):
+        compiler.compile(grammar_source.GrammarSource("json_schema", "{}"))
 
 
 class TestConstrained:

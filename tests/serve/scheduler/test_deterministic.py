@@ -27,7 +27,7 @@ def answers(harness: EngineHarness, *, together: bool, **limits: int) -> list[Re
     for group in [created] if together else [[one] for one in created]:
         harness.run(engine, *(sequence for sequence, _ in group))
     if "max_total_tokens" in limits and together:
-        assert engine.counts.preempted
+        assert engine.scheduler.preempted
     return [recorded for _, recorded in created]
 
 

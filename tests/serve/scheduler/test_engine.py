@@ -144,7 +144,7 @@ def test_preempted_sequence_gives_the_same_completion(harness: EngineHarness) ->
     created = [harness.sequence(prompt, "two", max_tokens=60) for prompt in prompts]
     engine = harness.engine(max_total_tokens=256)
     harness.run(engine, *(one for one, _ in created))
-    assert engine.counts.preempted > 0
+    assert engine.scheduler.preempted > 0
     for prompt, (_, recorded) in zip(prompts, created, strict=True):
         assert same_completion(recorded, harness.alone(prompt, "two", max_tokens=60))
     assert engine.kv_cache.allocated_tokens <= 256

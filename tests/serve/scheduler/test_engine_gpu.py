@@ -112,7 +112,7 @@ def test_chunks_prefixes_and_preemption_change_nothing(on_gpu: EngineHarness) ->
     created = [on_gpu.sequence(random_prompt(seed, 30), "two", max_tokens=60) for seed in range(10, 14)]
     small = on_gpu.engine(max_total_tokens=256)
     on_gpu.run(small, *(one for one, _ in created))
-    assert small.counts.preempted > 0 and small.kv_cache.allocated_tokens <= 256
+    assert small.scheduler.preempted > 0 and small.kv_cache.allocated_tokens <= 256
     assert [recorded.finish for _, recorded in created] == ["length"] * 4
 
 

@@ -88,7 +88,7 @@ def test_tokens_are_drawn_on_the_cpu_where_their_copies_do_not_fit(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ktransformers.serve.sampling.sampling import Sampling
-    from ktransformers.serve.scheduler import engine as module
+    from ktransformers.serve.scheduler import sampler as module
 
     sampled, draw, failed = Sampling(temperature=0.8, top_p=0.9, seed=3), module.draw_tokens, list[int]()
 
@@ -106,8 +106,9 @@ def test_tokens_are_drawn_on_the_cpu_where_their_copies_do_not_fit(
 
 def test_recurrent_states_are_computed_again(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     from ktransformers.serve.attention.attention import ATTENTION_NAME
-    from ktransformers.serve.scheduler.engine import Limits, ServeEngine
+    from ktransformers.serve.scheduler.engine import ServeEngine
     from ktransformers.serve.scheduler.forward import SequentialForward
+    from ktransformers.serve.scheduler.scheduler import Limits
 
     forward = SequentialForward(harness.model)
     run_chunk, failed = forward._run_chunk, list[int]()
@@ -141,7 +142,7 @@ def test_other_errors_are_not_taken_for_missing_memory() -> None:
 
 def test_advice_has_the_guides_order_and_the_plans_numbers() -> None:
     plan = make_plan(open_shape("qwen3-30b-a3b"), Serving(context=4096), profile("desktop-4090"))
-    text = memory_advice(Launch("m", chunked_prefill_size=512, memory=0.7), plan, 4096, 2**30)
+    text = memory_advice(Launch("m", chunked_prefill_size=512, max_running_requests=16, memory=0.7), plan, 4096, 2**30)
     words = ["--chunked-prefill-size (now 512", "--max-running-requests (now 16)", "--mem-fraction-static (now 0.7"]
     places = [text.index(word) for word in words]
     assert places == sorted(places) and "planned" in text and "1.00 GiB when full" in text

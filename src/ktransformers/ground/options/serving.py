@@ -42,12 +42,20 @@ class ServingOptions:
         metavar="ORIGIN",
     )
     watch: Path | None = option(None, "--watch", "a training output directory: serve its checkpoints as they are saved")
-    max_running_requests: int = option(16, "--max-running-requests", "sequences in a batch", ge=1)
+    max_running_requests: int | None = option(
+        None,
+        "--max-running-requests",
+        "sequences in a batch, at most; default: as many as the KV cache has room for, up to 256",
+        ge=1,
+    )
     max_queued_requests: int = option(
         128, "--max-queued-requests", "sequences in the queue; more are answered 429", ge=1
     )
-    chunked_prefill_size: int = option(
-        512, "--chunked-prefill-size", "prompt tokens in one step; -1: no limit", keys="chunk_size"
+    chunked_prefill_size: int | None = option(
+        None,
+        "--chunked-prefill-size",
+        "prompt tokens in one step, at most; -1: no limit; default: as many as the plan has memory for, up to 8192",
+        keys="chunk_size",
     )
     context_length: int | None = option(
         None,
@@ -186,8 +194,8 @@ class ServingOptions:
 
     @field_validator("chunked_prefill_size")
     @classmethod
-    def _read_limit(cls, tokens: int) -> int:
-        if tokens < 1 and tokens != -1:
+    def _read_limit(cls, tokens: int | None) -> int | None:
+        if tokens is not None and tokens < 1 and tokens != -1:
             raise InputError("chunked-prefill-size", tokens, "1 or more, or -1")
         return NO_LIMIT if tokens == -1 else tokens
 

@@ -43,7 +43,7 @@ IMAGE_PARTS = {"image", "image_url", "input_image"}
 Budget = Annotated[int, Field(ge=-1, le=2**31)]
 
 
-class ContentPart(OpenModel):
+class ChatPart(OpenModel):
     type: str
     text: str | None = None
 
@@ -60,7 +60,7 @@ class CalledTool(OpenModel):
 
 class ChatMessage(OpenModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: str | list[ChatPart] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[CalledTool] | None = None
@@ -105,7 +105,7 @@ class ThinkingSwitch(OpenModel):
     budget_tokens: Budget | None = None
 
 
-class ReasoningSettings(OpenModel):
+class ReasoningSwitch(OpenModel):
     enabled: bool | None = None
     effort: str | None = None
     max_tokens: Budget | None = None
@@ -126,7 +126,7 @@ class ChatBody(CommonRequest):
     continue_final_message: bool = False
     return_token_ids: bool = False  # vLLM's: the rendered prompt as `prompt_token_ids`
     reasoning_effort: str | None = None
-    reasoning: ReasoningSettings | None = None
+    reasoning: ReasoningSwitch | None = None
     enable_thinking: bool | None = None
     thinking: bool | ThinkingSwitch | None = None
     thinking_budget: Budget | None = None
@@ -177,7 +177,7 @@ def _tool_choice(request: ChatBody) -> tuple[ToolChoice, tuple[str, ...]]:
 def _reasoning(request: ChatBody) -> Reasoning:
     """What the request says in any of its ways, those of its own fields before those of template variables."""
     variables = request.chat_template_kwargs or {}
-    settings, switch = request.reasoning or ReasoningSettings(), request.thinking
+    settings, switch = request.reasoning or ReasoningSwitch(), request.thinking
     by_type = None if not isinstance(switch, ThinkingSwitch) or switch.type == "adaptive" else switch.type == "enabled"
     effort = next(
         (one for one in (request.reasoning_effort, settings.effort, variables.get("reasoning_effort")) if one), None
@@ -219,7 +219,7 @@ def _turn(message: ChatMessage) -> Turn:
     )
 
 
-def _text(content: str | list[ContentPart] | None) -> str:
+def _text(content: str | list[ChatPart] | None) -> str:
     if not isinstance(content, list):
         return content or ""
     for part in content:

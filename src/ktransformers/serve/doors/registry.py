@@ -11,12 +11,7 @@ from ktransformers.serve.doors.ollama import OLLAMA
 from ktransformers.serve.doors.responses import RESPONSES
 from ktransformers.serve.http.error import ApiError
 
-DOORS: tuple[Door, ...] = (
-    CHAT,
-    MESSAGES,
-    RESPONSES,
-    OLLAMA,
-)
+DOORS: tuple[Door, ...] = (CHAT, MESSAGES, RESPONSES, OLLAMA)
 DOOR_OF_NAME = {door.name: door for door in DOORS}
 
 

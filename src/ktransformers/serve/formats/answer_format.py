@@ -8,7 +8,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ktransformers.serve.doors.answer_events import AnswerParser
@@ -25,6 +25,7 @@ from ktransformers.serve.formats.families import (
     TURN_MARKS,
     find,
     suffixed,
+    tag_suffix,
 )
 from ktransformers.serve.formats.grammar import CallGrammar
 from ktransformers.serve.formats.parser import FormatParser, TextParser
@@ -148,7 +149,10 @@ class AnswerFormat:
                 for key, value in arguments.items()
             )
         elif calls.arguments == "python":
-            written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+            written = ", ".join(
+                f"{key}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)}"
+                for key, value in arguments.items()
+            )
         text = calls.call.replace("$NAME", name).replace("$INDEX", "0").replace("$ARGS", written)
         return calls.section[0] + text + calls.section[1]
 
@@ -179,6 +183,11 @@ def _recognise(
         thinking_name = THINKING_OF_TYPE.get(model_type, "")
     calls = CALLS.get(CALL_ALIASES.get(call_name, call_name))
     thinking = THINKING.get(THINKING_ALIASES.get(thinking_name, thinking_name))
+    if (suffix := tag_suffix(template)) and calls is not None and thinking is not None:
+        opening, closing = (suffixed(part, suffix) for part in calls.section)
+        argument = suffixed(calls.argument, suffix)
+        calls = replace(calls, call=suffixed(calls.call, suffix), argument=argument, section=(opening, closing))
+        thinking = replace(thinking, open=suffixed(thinking.open, suffix), close=suffixed(thinking.close, suffix))
     response_template = json.loads(shipped) if calls is None and call_parser is None else None
     notes = []
     if calls is None and response_template is None:
@@ -191,7 +200,7 @@ def _recognise(
     marks = tuple(mark for mark in TURN_MARKS if mark in template) + (thinking.marks if thinking else ())
     return AnswerFormat(
         name=" + ".join(filter(None, (call_name if calls else "", thinking_name if thinking else ""))) or "text",
-        calls=suffixed(calls, template) if calls else None,
+        calls=calls,
         thinking=thinking,
         marks=tuple(dict.fromkeys(marks)),
         switches=frozenset(

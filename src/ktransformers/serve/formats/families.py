@@ -38,7 +38,7 @@ CALLS: dict[str, CallSyntax] = {
         _DSML_CALL,
         "tags",
         _DSML_ARGUMENT,
-        section=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+        section=("\n\n<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
         between="",
         ends_thinking=True,
     ),
@@ -46,7 +46,7 @@ CALLS: dict[str, CallSyntax] = {
         _DSML_CALL,
         "tags",
         _DSML_ARGUMENT,
-        section=("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"),
+        section=("\n\n<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"),
         between="",
         ends_thinking=True,
     ),
@@ -74,7 +74,7 @@ CALLS: dict[str, CallSyntax] = {
         '<invoke name="$NAME">\n$ARGS</invoke>\n',
         "tags",
         '<parameter name="$KEY">$VALUE</parameter>\n',
-        section=("<minimax:tool_call>\n", "</minimax:tool_call>"),
+        section=("\n<minimax:tool_call>\n", "</minimax:tool_call>"),
         between="",
     ),
     "minimax-m3": CallSyntax(
@@ -233,7 +233,7 @@ TURN_MARKS = (
     "<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>",
     "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<|user|>", "<|assistant|>", "<|observation|>",
     "<|im_assistant|>", "<turn|>", "<|turn>", "<|tool_response>", "<|start|>assistant", "<|end|>", "<|return|>",
-    "<|call|>", "[e~[", "<|END_OF_TURN_TOKEN|>",
+    "<|call|>", "[e~[", "<|END_OF_TURN_TOKEN|>", "<｜hy_eos｜>", "<｜hy_eos:opensource｜>",
 )  # fmt: skip
 
 
@@ -242,16 +242,11 @@ def find(signs: tuple[tuple[tuple[str, ...], str], ...], template: str) -> str:
     return next((name for needles, name in signs if all(needle in text for needle in needles)), "")
 
 
-def suffixed(syntax: CallSyntax, template: str) -> CallSyntax:
+def tag_suffix(template: str) -> str:
     """Hunyuan's releases end the names of all their tags alike, as `<tool_calls:opensource>`."""
     found = re.search(r"<tool_calls(:\w+)>", template)
-    if found is None:
-        return syntax
+    return found[1] if found else ""
 
-    def tagged(text: str) -> str:
-        return re.sub(r"(</?(?:tool_calls?|tool_sep|arg_key|arg_value))>", rf"\1{found[1]}>", text)
 
-    first, last = syntax.section
-    return CallSyntax(
-        tagged(syntax.call), "tags", tagged(syntax.argument), (tagged(first), tagged(last)), syntax.between
-    )
+def suffixed(text: str, suffix: str) -> str:
+    return re.sub(r"(</?(?:tool_calls?|tool_sep|arg_key|arg_value|think))>", rf"\1{suffix}>", text)

@@ -66,7 +66,7 @@ class CallGrammar:
         marker = calls.start_literals[0]
         begin = self._text_until("begin", marker)
         if calls.section[0]:
-            first = f"{self.literal(calls.section[0].removeprefix(marker))} call"
+            first = f"{self.literal(calls.section[0].partition(marker)[2])} call"
         else:
             self._rules["first_call"] = self._call(tools, calls.before.removeprefix(marker))
             first = "first_call"

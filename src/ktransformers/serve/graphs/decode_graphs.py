@@ -420,7 +420,7 @@ def attach_graphs(forward: Forward | SequentialForward, placement: Placement | N
     reason = off or why_not(forward, placement)
     if reason:
         return f"decode without CUDA graphs: {reason}"
-    max_rows = min(launch.cuda_graph_max_bs, launch.max_running_requests)
+    max_rows = min(launch.cuda_graph_max_bs, launch.max_running_requests or launch.cuda_graph_max_bs)
     overlap = not launch.disable_overlap_schedule
     served: Any = forward
     served.graphs = DecodeGraphs(forward.model, placement, max_rows=max_rows, overlap=overlap)

@@ -41,7 +41,7 @@ def _lines(service: Service, requests: Counter[tuple[str, int]], restarts: int) 
         ("kt_prompt_tokens_total", "counter", "Prompt tokens computed.", counts.prompt_tokens),
         ("kt_prompt_tokens_reused_total", "counter", "Prompt tokens found in the KV cache.", kv_cache.reused_tokens),
         ("kt_new_tokens_total", "counter", "Tokens generated.", counts.new_tokens),
-        ("kt_preempted_total", "counter", "Sequences that were preempted.", counts.preempted),
+        ("kt_preempted_total", "counter", "Sequences that were preempted.", engine.scheduler.preempted),
         ("kt_worker_restarts_total", "counter", "Processes preparing requests that were replaced.", restarts),
         ("kt_busy_seconds_total", "counter", "Seconds spent in forward passes.", counts.busy_seconds),
     )

@@ -1,5 +1,5 @@
 """From the bytes of a request to what the engine needs: JSON parsed and validated, limits checked, the chat template
-rendered, prompts tokenised, a schema compiled once to see that it can be enforced.
+rendered, prompts tokenised, a schema checked against its limits. What it compiles to is the pool's concern.
 
 All of it is a pure function of the body, the tokenizer and `PrepareSettings`, and any part of it may be slow for a body
 that was made to be slow. The server therefore runs it in worker processes (`prepare_pool`, `prepare_worker`), where it
@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ktransformers.ground.errors import InputError
 from ktransformers.serve.doors.conversation import ChatRequest, Conversation, Generation, Reasoning, Tool, Turn
 from ktransformers.serve.doors.registry import DOOR_OF_NAME
 from ktransformers.serve.doors.template_messages import calls_as_text, candidates, system_texts, template_tool
@@ -112,8 +111,7 @@ class PreparedRequest:
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     keep_special: bool = False
-    schema: str | None = None  # JSON, of a response that has to follow it
-    grammar: str | None = None  # of llguidance, that the whole response has to follow
+    grammar: GrammarSource | None = None  # that the answer has to follow
     ignored: tuple[str, ...] = ()  # names of fields without effect
     chat: PreparedChat | None = None  # None: no conversation
 
@@ -129,7 +127,6 @@ def common_length(first: str, second: str) -> int:
 class RequestPreparer:
     def __init__(self, tokenizer: Any, settings: PrepareSettings) -> None:
         self._tokenizer, self._settings = tokenizer, settings
-        self._grammar_source = GrammarSource(tokenizer, settings.vocabulary)
         self._longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self._reserved = set(inspect.signature(type(tokenizer).apply_chat_template).parameters)
         # Text -> id of the tokens that llguidance does not match by their text: inside of a schema the text stands for
@@ -196,18 +193,19 @@ class RequestPreparer:
         max_tokens = left if generation.max_tokens is None else min(generation.max_tokens, left)
         prepared = self._prepared(replace(generation, max_tokens=max_tokens), [prompt], ignored)
         grammar = self._call_grammar(conversation, answer_format, prefix) if tools else None
-        if grammar is not None and conversation.tool_choice == "auto" and prepared.schema is not None:
-            grammar = None  # the schema is what the client asked for; a call would not follow it
-        schema = prepared.schema if grammar is None else None
+        # With `auto` the schema is what the client asked for; a call would not follow it.
+        if grammar is None or (conversation.tool_choice == "auto" and prepared.grammar is not None):
+            grammar = prepared.grammar
+        has_schema = grammar is not None and grammar.kind == "json_schema"
         chat = PreparedChat(
             prefix,
             tools,
             conversation.parallel_calls,
-            self._thinking_block(conversation.reasoning, answer_format, prefix, schema is not None),
+            self._thinking_block(conversation.reasoning, answer_format, prefix, has_schema),
             generation.return_token_ids,
             request.echo,
         )
-        return replace(prepared, schema=schema, grammar=grammar, chat=chat)
+        return replace(prepared, grammar=grammar, chat=chat)
 
     def _check_ignored(self, names: tuple[str, ...]) -> tuple[str, ...]:
         if names and self._settings.strict_fields:
@@ -240,7 +238,7 @@ class RequestPreparer:
             stop_tokens=generation.stop_tokens,
             ignore_eos=generation.ignore_eos,
             keep_special=generation.keep_special,
-            schema=None if generation.schema is None else self._check_enforced(generation.schema),
+            grammar=None if generation.schema is None else self._schema_grammar(generation.schema),
             ignored=ignored,
         )
 
@@ -303,27 +301,19 @@ class RequestPreparer:
         message = f"the prompt has {tokens} tokens and {max_tokens} are asked for; {limit} is the limit"
         return ApiError(400, message, param="max_tokens", code="context_length_exceeded")
 
-    def _check_enforced(self, schema: Any) -> str:
-        """The schema as JSON, once it is known that it can be enforced."""
+    def _schema_grammar(self, schema: Any) -> GrammarSource:
         check_schema("response_format", schema, self._settings.limits)
         text = json.dumps(schema, sort_keys=True)
         if len(text) > MAX_SCHEMA_CHARACTERS:
             message = f"response_format: given a schema of {len(text)} characters, expected {MAX_SCHEMA_CHARACTERS}"
             raise ApiError(400, f"{message} at most", param="response_format")
         self._check_text("response_format", json.dumps(schema, ensure_ascii=False))
-        self._compile(text, "response_format")
-        return text
+        return GrammarSource("json_schema", text)
 
     def _check_text(self, param: str, text: str) -> None:
         for token in self._special:
             if token in text:
                 raise ApiError(400, f"{param}: given {token!r}, expected no text of a special token", param=param)
-
-    def _compile(self, source: str, param: str, *, is_schema: bool = True) -> None:
-        try:
-            self._grammar_source.compile(source, is_schema=is_schema)
-        except InputError as error:
-            raise ApiError(400, str(error), param=param) from error
 
     def _check_tools(self, conversation: Conversation) -> None:
         if not conversation.tools and conversation.tool_choice in ("required", "named"):
@@ -336,7 +326,9 @@ class RequestPreparer:
             if name not in names:
                 raise ApiError(400, f"tool_choice: given {name!r}, expected one of {names}", param="tool_choice")
 
-    def _call_grammar(self, conversation: Conversation, answer_format: AnswerFormat, prefix: str) -> str | None:
+    def _call_grammar(
+        self, conversation: Conversation, answer_format: AnswerFormat, prefix: str
+    ) -> GrammarSource | None:
         """What the answer has to follow so that its tool calls are what was asked for; None: nothing."""
         grammar = answer_format.constraint(
             conversation.tools,
@@ -347,11 +339,11 @@ class RequestPreparer:
             prefix,
             self._special,
         )
-        if grammar is not None:
-            for tool in conversation.tools:
-                self._check_text("tools", json.dumps(tool.parameters, ensure_ascii=False))
-            self._compile(grammar, "tools", is_schema=False)
-        return grammar
+        if grammar is None:
+            return None
+        for tool in conversation.tools:
+            self._check_text("tools", json.dumps(tool.parameters, ensure_ascii=False))
+        return GrammarSource("lark", grammar)
 
     def _thinking_block(
         self, reasoning: Reasoning, answer_format: AnswerFormat, prefix: str, has_schema: bool

@@ -3,7 +3,8 @@ templates and tokenising hold the GIL, which threads would share with the loop.
 
 A worker has one request at a time and a deadline; one that passes it, dies or grows too large is replaced, and only
 its request is refused. Bodies over `LARGE_BODY_BYTES` never occupy the last worker, so that short requests do not wait
-behind them. The number of requests that wait is bounded as well.
+behind them. Neither do grammars, which are compiled once for all requests that have them: in a worker, to see that
+they keep their limits, and then here, on a thread of their own. The number of requests that wait is bounded as well.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ktransformers.ground.errors import KTError
 from ktransformers.ground.log import logger
 from ktransformers.serve.http.error import ApiError
+from ktransformers.serve.http.grammar_source import GrammarCompiler, GrammarSource
 from ktransformers.serve.http.prepare import ModelTemplate, PreparedRequest, PrepareSettings
 from ktransformers.serve.http.prepare_worker import (
+    GRAMMAR,
     LENGTHS,
     error_of,
     frame_head,
@@ -99,8 +103,19 @@ class PrepareWorker:
 
 
 class PreparePool:
-    def __init__(self, tokenizer: Any, settings: PrepareSettings, *, workers: int = 2, seconds: float = 10.0) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        settings: PrepareSettings,
+        compiler: GrammarCompiler,
+        *,
+        workers: int = 2,
+        seconds: float = 10.0,
+    ) -> None:
         self._tokenizer, self._settings, self._count, self._seconds = tokenizer, settings, workers, seconds
+        self._compiler = compiler
+        self._compiling: dict[GrammarSource, asyncio.Task[None]] = {}
+        self._compile_thread = ThreadPoolExecutor(1, "kt-grammar")
         self._tasks: set[asyncio.Task[Any]] = set()
         self._idle: asyncio.Queue[PrepareWorker] = asyncio.Queue()
         self._large = asyncio.Semaphore(max(1, workers - 1))
@@ -127,6 +142,7 @@ class PreparePool:
                 yield
             finally:
                 self._stopped = True
+                self._compile_thread.shutdown(wait=False, cancel_futures=True)
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*(worker.stop() for worker in self._workers))
@@ -140,15 +156,41 @@ class PreparePool:
         self._pending += 1
         try:
             if len(body) <= LARGE_BODY_BYTES:
-                return await self._prepare(kind, body, templates)
-            async with self._large:
-                return await self._prepare(kind, body, templates)
+                prepared = await self._prepare(kind, body, templates)
+            else:
+                async with self._large:
+                    prepared = await self._prepare(kind, body, templates)
+            if prepared.grammar is not None and prepared.grammar not in self._compiler:
+                await self._compile(prepared.grammar)
+            return prepared
         finally:
             self._pending -= 1
+
+    async def _compile(self, source: GrammarSource) -> None:
+        task = self._compiling.get(source)
+        if task is None:
+            task = self._compiling[source] = self._start(self._compile_within_limits(source))
+            task.add_done_callback(lambda _: self._compiling.pop(source))
+        await asyncio.shield(task)
+
+    async def _compile_within_limits(self, source: GrammarSource) -> None:
+        async with self._large:
+            answer, _ = await self._answer(GRAMMAR, json.dumps(source).encode(), {})
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._compile_thread, self._compiler.compile, source, answer["bytes"])
 
     async def _prepare(
         self, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]
     ) -> PreparedRequest:
+        answer, block = await self._answer(kind, body, templates)
+        if len(block) <= LARGE_BODY_BYTES:
+            return prepared_of(answer["prepared"], block)
+        return await asyncio.to_thread(prepared_of, answer["prepared"], block)
+
+    async def _answer(
+        self, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]
+    ) -> tuple[dict[str, Any], bytes]:
+        """A worker's answer; raises ApiError if it is an error."""
         worker = await self._idle.get()
         while not worker.alive:  # it was killed while idle
             self._start(self._restart(worker))
@@ -160,9 +202,7 @@ class PreparePool:
             if answer["unexpected"]:
                 LOG.warning("a request could not be prepared:\n%s", answer["unexpected"])
             raise error_of(answer["error"])
-        if len(block) <= LARGE_BODY_BYTES:
-            return prepared_of(answer["prepared"], block)
-        return await asyncio.to_thread(prepared_of, answer["prepared"], block)
+        return answer, block
 
     async def _ask(
         self, worker: PrepareWorker, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]

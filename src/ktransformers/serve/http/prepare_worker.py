@@ -1,6 +1,7 @@
 """A worker process of `prepare_pool`: `python -m ktransformers.serve.http.prepare_worker DIRECTORY`, where DIRECTORY
 holds the server's tokenizer. The first frame has the settings and a probe text and is answered with the probe's tokens;
-every further frame is a request and is answered with a prepared request or an error. The process ends with its stdin.
+every further frame is a request and is answered with a prepared request or an error, or a grammar and is answered with
+the bytes that it takes when it is compiled. The process ends with its stdin.
 
 Stdout carries frames, so whatever a library prints goes to stderr. The process has a lower priority than the server,
 whose loop and streams come first when cores are few, and a limit of memory. One that has grown large ends after its
@@ -29,6 +30,7 @@ from typing import Any, BinaryIO
 from ktransformers.ground.errors import is_panic
 from ktransformers.serve.doors.conversation import Tool
 from ktransformers.serve.http.error import ApiError
+from ktransformers.serve.http.grammar_source import GrammarCompiler, GrammarSource
 from ktransformers.serve.http.limits import RequestLimits
 from ktransformers.serve.http.prepare import (
     ModelTemplate,
@@ -40,6 +42,7 @@ from ktransformers.serve.http.prepare import (
     TokenizedPrompt,
 )
 
+GRAMMAR = "grammar"  # the kind of a frame whose body is a GrammarSource
 LENGTHS = struct.Struct("<II")  # of the document and of the block
 MEMORY_BYTES = 4 * 2**30
 RECYCLE_BYTES = 2**29  # resident memory after which a process is replaced
@@ -62,23 +65,28 @@ def serve_frames(source: BinaryIO, output: BinaryIO, directory: str, *, trust_re
 
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     document, _ = read_frame(source)
-    preparer = RequestPreparer(tokenizer, settings_of(document["settings"]))
+    settings = settings_of(document["settings"])
+    preparer, compiler = RequestPreparer(tokenizer, settings), GrammarCompiler(tokenizer, settings.vocabulary)
     write_frame(output, {"tokens": tokenizer(document["probe"])["input_ids"]}, b"")
     while True:
         try:
             document, body = read_frame(source)
         except EOFError:
             return
-        reply, block = answer(preparer, document, body)
+        reply, block = answer(preparer, compiler, document, body)
         last = resident_bytes() > RECYCLE_BYTES
         write_frame(output, reply | {"last": last}, block)
         if last:
             return
 
 
-def answer(preparer: RequestPreparer, document: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+def answer(
+    preparer: RequestPreparer, compiler: GrammarCompiler, document: dict[str, Any], body: bytes
+) -> tuple[dict[str, Any], bytes]:
     templates = templates_of(document["templates"])
     try:
+        if document["kind"] == GRAMMAR:
+            return {"bytes": compiler.measure(GrammarSource(*json.loads(body)))}, b""
         return prepared_frame(preparer.prepare(str(document["kind"]), body, templates))
     except ApiError as error:
         return error_frame(error)
@@ -159,7 +167,8 @@ def prepared_of(document: dict[str, Any], block: bytes) -> PreparedRequest:
         prompts.append(TokenizedPrompt(prompt["text"], tokens, offsets))
     lists: dict[str, Any] = {name: tuple(document[name]) for name in ("stop_strings", "stop_tokens", "ignored")}
     chat = None if document["chat"] is None else chat_of(document["chat"])
-    return PreparedRequest(**document | lists | {"prompts": tuple(prompts), "chat": chat})
+    grammar = None if document["grammar"] is None else GrammarSource(*document["grammar"])
+    return PreparedRequest(**document | lists | {"prompts": tuple(prompts), "chat": chat, "grammar": grammar})
 
 
 def chat_of(document: dict[str, Any]) -> PreparedChat:

@@ -21,7 +21,7 @@ from ktransformers.serve.formats import AnswerFormat
 from ktransformers.serve.http.choice_parser import ChoiceParser
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.grammar import SchemaMatcher, ThinkingLimit
-from ktransformers.serve.http.grammar_source import GrammarSource
+from ktransformers.serve.http.grammar_source import GrammarCompiler
 from ktransformers.serve.http.limits import RequestLimits
 from ktransformers.serve.http.prepare import ModelTemplate, PreparedRequest, PrepareSettings, RequestPreparer
 from ktransformers.serve.http.prepare_pool import PreparePool
@@ -90,7 +90,7 @@ class Service:
         self.door_options = doors or DoorOptions()
         self.vocabulary = int(engine.forward.model.get_input_embeddings().weight.shape[0])
         self.defaults = GenerationDefaults.of(getattr(engine.forward.model, "generation_config", None), tokenizer)
-        self.grammar_source = GrammarSource(tokenizer, self.vocabulary)
+        self.grammar_compiler = GrammarCompiler(tokenizer, self.vocabulary)
         self._template = template
         self.kv_bytes_per_token = kv_bytes_per_token  # of keys and values
         self.attention_backend = ""  # of new tokens: core, triton or torch
@@ -151,7 +151,8 @@ class Service:
 
     def make_pool(self) -> PreparePool:
         options = self.prepare_options
-        return PreparePool(self.tokenizer, self.prepare_settings, workers=options.workers, seconds=options.seconds)
+        settings, compiler = self.prepare_settings, self.grammar_compiler
+        return PreparePool(self.tokenizer, settings, compiler, workers=options.workers, seconds=options.seconds)
 
     @functools.cached_property
     def preparer(self) -> RequestPreparer:
@@ -206,10 +207,10 @@ class Service:
         """One for each prompt."""
         adapter = self.find(prepared.model)
         grammar: Callable[[], Grammar] | None = None
-        chat, source = prepared.chat, prepared.grammar or prepared.schema
-        if source is not None:
+        chat = prepared.chat
+        if prepared.grammar is not None:
             try:
-                compiled = self.grammar_source.compile(source, is_schema=prepared.grammar is None)
+                compiled = self.grammar_compiler.compile(prepared.grammar)
             except InputError as error:
                 raise ApiError(400, str(error), param="response_format") from error
             grammar = functools.partial(SchemaMatcher, compiled)

@@ -80,6 +80,8 @@ class Sequence:
     arrived: float = field(default_factory=time.monotonic)
     fetch: PrefixFetch | None = None  # blocks of its prompt that are being read, while it is queued
     admitted: float = 0.0
+    scheduled: int = 0  # step that last computed a part of its prompt
+    preempted: bool = False  # it was, and is computed again
     first_token: float | None = None
 
     def __post_init__(self) -> None:
@@ -118,6 +120,11 @@ class Sequence:
     @property
     def computed(self) -> int:
         return 0 if self.slot is None else self.slot.length
+
+    @property
+    def uncomputed(self) -> int:
+        """Known tokens without keys and values."""
+        return len(self.tokens) - self.computed
 
     @property
     def prompt_computed(self) -> bool:
