@@ -155,6 +155,11 @@ def test_list_says_what_is_installed(told: Path, kt: RunKt) -> None:
     lines = {line.split()[0]: line for line in kt("agent", "--list").out.splitlines()}
     assert list(lines) == list(AGENTS)
     assert f"installed: {told.parent}/bin/opencode" in lines["opencode"]
+    (found,) = [entry for entry in kt("agent", "--json", "--list").json if entry["installed"]]
+    assert found["name"] == "opencode" and found["context"] == AGENTS["opencode"].context
+    with ChatPeer(["yes"]) as peer:
+        document = kt("agent", "claude", "--url", peer.url, "--print", "--json", "--", "-c").json
+    assert document["command"][-1] == "-c" and document["environment"]["ANTHROPIC_BASE_URL"] == peer.url
     assert "npm install -g @anthropic-ai/claude-code" in lines["claude"] and "/v1/messages" in lines["claude"]
 
 

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ktransformers.cli.options import Json, print_result
 from ktransformers.cli.progress import log
 from ktransformers.ground.errors import InputError
 
 if TYPE_CHECKING:
     from ktransformers.ground.options.serving import AgentOptions
-    from ktransformers.serve.agents import Agent, ClientSetup, Connection
+    from ktransformers.serve.agents import Agent, AgentConnection, ClientSetup
 
 AGENT_CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
 CONTEXT_FIELDS = ("context_length", "max_model_len", "max_context_length")  # of an entry of /v1/models
@@ -48,11 +49,13 @@ def agent(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="NAME [MODEL] [FLAGS] [-- ARGUMENTS]", show_default=False)
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Start a coding agent (claude, codex, opencode, qwen, cn, cline) on a served model."""
     line = parse_agent(words or [])
+    as_json = as_json or line.options.as_json
     if line.options.list_agents:
-        print_agents()
+        print_result(agent_documents(), agent_lines(), as_json)
         return
     from ktransformers.serve.agents import AGENTS
 
@@ -70,7 +73,9 @@ def agent(
         connection = _connection(url, model, context, folder, key)
         setup = client.setup(connection)
         if line.options.print_only:
-            print("\n".join(setup_lines(client, setup, folder, line.client)))
+            command = [client.command, *setup.arguments, *line.client]
+            document = {"environment": setup.environment, "files": setup.files, "command": command}
+            print_result(document, setup_lines(client, setup, folder, line.client), as_json)
             return
         for name, text in setup.files.items():
             (folder / name).write_text(text)
@@ -110,13 +115,28 @@ def parse_agent(words: Sequence[str]) -> AgentLine:
     return AgentLine(name, model or None, flags, tuple(client), options)
 
 
-def print_agents() -> None:
+def agent_documents() -> list[dict[str, Any]]:
     from ktransformers.serve.agents import AGENTS
 
-    for name, entry in AGENTS.items():
-        found = shutil.which(entry.command)
-        state = f"installed: {found}" if found else entry.install
-        print(f"{name:<9} {entry.title:<13} {entry.path:<21} {entry.context:>6} tokens  {state}")
+    return [
+        {
+            "name": name,
+            "title": entry.title,
+            "path": entry.path,
+            "context": entry.context,
+            "installed": shutil.which(entry.command),
+            "install": entry.install,
+        }
+        for name, entry in AGENTS.items()
+    ]
+
+
+def agent_lines() -> list[str]:
+    return [
+        f"{entry['name']:<9} {entry['title']:<13} {entry['path']:<21} {entry['context']:>6} tokens  "
+        + (f"installed: {entry['installed']}" if entry["installed"] else str(entry["install"]))
+        for entry in agent_documents()
+    ]
 
 
 def _server(line: AgentLine, stack: ExitStack) -> tuple[str, dict[str, dict[str, Any]]]:
@@ -172,10 +192,10 @@ def _check_model(client: Agent, model: str, entry: dict[str, Any]) -> int:
     return context
 
 
-def _connection(url: str, model: str, context: int, folder: Path, key: str | None) -> Connection:
-    from ktransformers.serve.agents import NO_KEY, Connection
+def _connection(url: str, model: str, context: int, folder: Path, key: str | None) -> AgentConnection:
+    from ktransformers.serve.agents import NO_KEY, AgentConnection
 
-    return Connection(url, model, context, folder, key or NO_KEY)
+    return AgentConnection(url, model, context, folder, key or NO_KEY)
 
 
 def setup_lines(client: Agent, setup: ClientSetup, folder: Path, arguments: Sequence[str]) -> list[str]:

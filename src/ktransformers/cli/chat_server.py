@@ -1,4 +1,4 @@
-"""The server of `kt chat MODEL` and `kt agent NAME MODEL`: a `kt serve` on a free port of 127.0.0.1, which ends with it.
+"""The server of `kt chat MODEL` and `kt agent NAME MODEL`: a `kt serve` on a free port of 127.0.0.1, ended with it.
 
 MODEL is what `kt serve` opens, the YAML file of a loop, or the directory of one. The child process writes to a log in a
 temporary directory; if it ends early, its last line is the error. Ctrl-C does not reach it (it has its own session), so

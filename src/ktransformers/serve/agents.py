@@ -19,7 +19,7 @@ NO_KEY = "none"  # clients refuse an empty key
 
 
 @dataclass(frozen=True)
-class Connection:
+class AgentConnection:
     """A served model, as a client is told of it."""
 
     url: str  # without /v1
@@ -50,7 +50,7 @@ class Agent:
     package: str  # of npm
     path: str  # of the API that it speaks
     context: int  # least tokens: its own instructions and tools, and room for a small task
-    setup: Callable[[Connection], ClientSetup]
+    setup: Callable[[AgentConnection], ClientSetup]
     needs_tools: bool = True
     stop: tuple[str, ...] = ()  # arguments with which it ends the processes that it leaves behind
 
@@ -59,7 +59,7 @@ class Agent:
         return f"npm install -g {self.package}"
 
 
-def _claude(connection: Connection) -> ClientSetup:
+def _claude(connection: AgentConnection) -> ClientSetup:
     """Settings that are passed as an argument win over those of the person, which may name another server."""
     model = connection.model
     names = ("OPUS", "SONNET", "HAIKU")
@@ -81,7 +81,7 @@ def _claude(connection: Connection) -> ClientSetup:
     return ClientSetup(environment, ("--settings", settings), {"settings.json": _json({"env": environment})})
 
 
-def _codex(connection: Connection) -> ClientSetup:
+def _codex(connection: AgentConnection) -> ClientSetup:
     settings = {
         "model": connection.model,
         "model_provider": "kt",
@@ -101,7 +101,7 @@ def _codex(connection: Connection) -> ClientSetup:
     return ClientSetup({"KT_AGENT_KEY": connection.key}, tuple(arguments))
 
 
-def _opencode(connection: Connection) -> ClientSetup:
+def _opencode(connection: AgentConnection) -> ClientSetup:
     name = f"kt/{connection.model}"
     model = {
         "name": connection.model,
@@ -120,7 +120,7 @@ def _opencode(connection: Connection) -> ClientSetup:
     return ClientSetup(environment)
 
 
-def _qwen(connection: Connection) -> ClientSetup:
+def _qwen(connection: AgentConnection) -> ClientSetup:
     limits = {
         "contextWindowSize": connection.context,
         "timeout": REQUEST_MILLISECONDS,
@@ -141,7 +141,7 @@ def _qwen(connection: Connection) -> ClientSetup:
     return ClientSetup(environment, (), {"settings.json": _json(settings)})
 
 
-def _continue(connection: Connection) -> ClientSetup:
+def _continue(connection: AgentConnection) -> ClientSetup:
     model = {
         "name": connection.model,
         "provider": "openai",
@@ -158,7 +158,7 @@ def _continue(connection: Connection) -> ClientSetup:
     return ClientSetup({"CONTINUE_TELEMETRY_ENABLED": "0"}, arguments, {"config.yaml": _json(config)})
 
 
-def _cline(connection: Connection) -> ClientSetup:
+def _cline(connection: AgentConnection) -> ClientSetup:
     name = "openai-compatible"
     settings = {
         "provider": name,
@@ -181,7 +181,7 @@ def _cline(connection: Connection) -> ClientSetup:
     return ClientSetup(environment, (), {"providers.json": _json(providers)})
 
 
-def _file(connection: Connection, name: str) -> str:
+def _file(connection: AgentConnection, name: str) -> str:
     return str(connection.folder / name)
 
 

@@ -1,5 +1,5 @@
-"""Options of `kt serve`, and those that `kt run` has for an answer to one prompt and `kt agent` for its client. Those of SGLang's launch lines have
-the same names; the keys are those of LLaMA-Factory's file for inference."""
+"""Options of `kt serve`, those that `kt run` has for an answer to one prompt, and those that `kt agent` has for its
+client. Those of SGLang's launch lines have the same names; the keys are those of LLaMA-Factory's file for inference."""
 
 from __future__ import annotations
 
@@ -240,3 +240,4 @@ class AgentOptions:
     key_variable: str = option("OPENAI_API_KEY", "--key-variable", "environment variable with the key of --url")
     print_only: bool = option(False, "--print", "print the environment, files and command, and start nothing")
     list_agents: bool = option(False, "--list", "list the clients, and which are installed")
+    as_json: bool = option(False, "--json", "print what --print or --list prints as one JSON document")
