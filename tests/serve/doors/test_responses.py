@@ -31,6 +31,7 @@ from ktransformers.serve.doors.answer_events import (
 )
 from ktransformers.serve.doors.conversation import Call, ChatRequest, Turn
 from ktransformers.serve.doors.door import AnswerHead
+from ktransformers.serve.doors.registry import error_answer
 from ktransformers.serve.doors.responses import RESPONSES
 from ktransformers.serve.http.error import ApiError
 from tests.support.serving import RunningServer
@@ -390,6 +391,11 @@ def test_failures_have_the_codes_that_clients_act_on(error: ApiError, code: str)
     assert failed["response"]["error"] == {"code": code, "message": "a"}
     if code not in UNTYPED_CODES:
         EVENTS.validate_python(failed)
+
+
+def test_a_full_queue_is_a_status_after_which_codex_tries_again() -> None:
+    full = ApiError(429, "the server is full", code="queue_full")
+    assert [error_answer(path, full)[0] for path in ("/v1/responses", "/v1/chat/completions")] == [503, 429]
 
 
 def test_counting() -> None:

@@ -61,7 +61,7 @@ class Conversation:
     tool_choice: ToolChoice = "auto"
     chosen_tools: tuple[str, ...] = ()  # `named`: one of these; with `auto` and `required`: only these may be called
     parallel_calls: bool = True
-    reasoning: Reasoning = Reasoning()
+    reasoning: Reasoning = Reasoning()  # noqa: RUF009 (frozen)
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # the template's own variables
     add_generation_prompt: bool = True
     continue_final_turn: bool = False

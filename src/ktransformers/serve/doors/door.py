@@ -5,8 +5,8 @@ Errors are `ApiError`s everywhere; a door gives them its own envelope.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pydantic import BaseModel
@@ -63,5 +63,7 @@ class Door:
     body: type[BaseModel] | None = None  # of a request, for the OpenAPI document
     media_type: str = "text/event-stream"  # of a stream
     more_paths: tuple[str, ...] = ()  # beginnings of other paths whose errors have this envelope
+    # Statuses that clients of this API take for the end of their session -> what they are answered with instead.
+    statuses: Mapping[int, int] = field(default_factory=dict)
     count_path: str = ""  # of requests that are answered with the number of their prompt's tokens; empty: none
     count_document: Callable[[int], dict[str, Any]] | None = None  # that answer

@@ -15,9 +15,9 @@ DOORS: tuple[Door, ...] = (CHAT, MESSAGES, RESPONSES, OLLAMA)
 DOOR_OF_NAME = {door.name: door for door in DOORS}
 
 
-def error_document(path: str, error: ApiError) -> dict[str, Any]:
-    """The error in the envelope of the door that has this path, or of OpenAI."""
+def error_answer(path: str, error: ApiError) -> tuple[int, dict[str, Any]]:
+    """Status and document of an error, in the envelope of the door that has this path, or of OpenAI."""
     for door in DOORS:
         if path == door.path or path.startswith((f"{door.path}/", *door.more_paths)):
-            return door.error_document(error)
-    return error.to_json()
+            return door.statuses.get(error.status, error.status), door.error_document(error)
+    return error.status, error.to_json()

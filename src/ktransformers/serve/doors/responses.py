@@ -609,6 +609,7 @@ RESPONSES = Door(
     ResponsesEmitter,
     ApiError.to_json,
     body=ResponsesBody,
+    statuses={429: 503},  # Codex tries again after 503
     count_path="/v1/responses/input_tokens",
     count_document=lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
 )

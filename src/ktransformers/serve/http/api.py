@@ -27,7 +27,7 @@ from ktransformers.ground.errors import KTError
 from ktransformers.ground.log import logger
 from ktransformers.serve.doors import ollama
 from ktransformers.serve.doors.door import Door
-from ktransformers.serve.doors.registry import DOORS, error_document
+from ktransformers.serve.doors.registry import DOORS, error_answer
 from ktransformers.serve.http import metrics, openapi
 from ktransformers.serve.http.answers import Completion, DoorAnswer, ResponseStream
 from ktransformers.serve.http.body import BodyReader
@@ -313,8 +313,8 @@ async def _http_error(request: Request, error: Any) -> Response:
         message = f"Origin: given {origin!r}, expected the server's own page; start it with --cors-origins {origin}"
         code = "origin_not_allowed"
         LOG.warning("a page of %.200r was refused; --cors-origins %.200s allows it", origin, origin)
-    document = error_document(path, ApiError(error.status_code, message, code=code))
-    return JSONResponse(document, status_code=error.status_code, headers=error.headers)
+    status, document = error_answer(path, ApiError(error.status_code, message, code=code))
+    return JSONResponse(document, status_code=status, headers=error.headers)
 
 
 async def _query_error(_: Request, error: Any) -> Response:

@@ -28,7 +28,7 @@ from starlette.requests import ClientDisconnect  # type: ignore[import-not-found
 
 from ktransformers.ground.errors import KTError
 from ktransformers.ground.log import logger
-from ktransformers.serve.doors.registry import error_document
+from ktransformers.serve.doors.registry import error_answer
 from ktransformers.serve.http.error import UNAVAILABLE, ApiError
 from ktransformers.serve.scheduler.engine import Unavailable
 
@@ -175,9 +175,10 @@ def api_error(error: Exception, request_id: str) -> ApiError:
 
 
 async def send_error(error: ApiError, path: str, send: Any) -> None:
-    body = json.dumps(error_document(path, error), ensure_ascii=False).encode("utf-8", "replace")
+    status, document = error_answer(path, error)
+    body = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if error.status in RETRY_STATUSES:
+    if status in RETRY_STATUSES:
         headers.append((b"retry-after", b"1"))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
