@@ -33,7 +33,7 @@ ASAN_PYTHON = LD_PRELOAD="$(call CXX_LIBRARY,libasan.so) $(call CXX_LIBRARY,libs
 export PYTHONFAULTHANDLER := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build check native format test test-slow test-llamafactory test-sglang soak bench demo wheel test-wheel asan tsan x86 aarch64 clean
+.PHONY: help build check native format test test-slow test-llamafactory test-sglang test-agents soak bench demo wheel test-wheel asan tsan x86 aarch64 clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -120,6 +120,23 @@ $(FACTORY)/.built: $(FACTORY)/.installed pyproject.toml CMakeLists.txt src/ktran
 test-sglang: build  ## stock SGLang's and sglang-kt's own wrapper around our kt_kernel, and the plugin
 	$(PY) tests/sglang/fetch.py build/sglang
 	KT_SGLANG_FILES=$(CURDIR)/build/sglang $(PY) -m pytest -q tests/sglang
+
+# Clients of npm and libraries in folders of their own. They run where only the loopback interface is; what the clients
+# send is kept in record/, of which tests/agents/transcripts.py makes the transcripts of `make test`.
+AGENTS := build/agents
+NPM := npm install --no-audit --no-fund --silent
+
+$(AGENTS)/.installed: tests/agents/package.json tests/agents/requirements.txt
+	mkdir -p $(AGENTS)/npm $(AGENTS)/record
+	cp tests/agents/package.json $(AGENTS)/npm/
+	cd $(AGENTS)/npm && $(NPM)
+	test -x $(AGENTS)/venv/bin/python || $(PYTHON) -m venv $(AGENTS)/venv
+	$(AGENTS)/venv/bin/python -m pip install --quiet --disable-pip-version-check -r tests/agents/requirements.txt
+	@touch $@
+
+test-agents: build $(AGENTS)/.installed  ## coding agents of npm and libraries do tasks on a scripted model, offline
+	KT_AGENTS=$(CURDIR)/$(AGENTS) PATH="$(CURDIR)/$(AGENTS)/npm/node_modules/.bin:$$PATH" \
+	  unshare -rn sh -c 'ip link set lo up && exec $(PY) -m pytest -q tests/agents'
 
 test-llamafactory: build $(FACTORY)/.built  ## stock LLaMA-Factory with use_kt on packed experts, in venvs of its own
 	$(FACTORY_PY) -m pytest -q tests/llamafactory

@@ -19,6 +19,7 @@ class ChatPeer:
         self.bodies: list[dict[str, Any]] = []
         self.loaded: list[dict[str, Any]] = []
         self.models, self.pause = ["base", "base:neko"], pause
+        self.fields: dict[str, Any] = {}  # of each entry of /v1/models
         self.left = threading.Event()  # a client closed its stream
         self.sent = 0
         self._answers = list(answers)
@@ -32,7 +33,7 @@ class ChatPeer:
                 pass
 
             def do_GET(self) -> None:
-                self._json({"data": [{"id": name} for name in peer.models]})
+                self._json({"data": [{"id": name, **peer.fields} for name in peer.models]})
 
             def _json(self, document: Any) -> None:
                 body = json.dumps(document).encode()

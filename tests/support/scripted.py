@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ktransformers.serve.scheduler.sequence import Grammar
+
 
 class Script:
-    """A grammar that allows one token after the other."""
+    """A grammar that allows one token after the other. That of the request, if it has one, has to allow them too."""
 
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = list(tokens)
+    def __init__(self, tokens: Sequence[int], grammar: Callable[[], Grammar] | None = None) -> None:
+        self._tokens, self._at = tokens, 0
+        self._grammar = None if grammar is None else grammar()
 
     def allowed(self, size: int) -> torch.Tensor:
+        token = self._tokens[self._at]
+        if self._grammar is not None and not self._grammar.allowed(size)[token]:
+            raise RuntimeError(f"the request's grammar does not allow token {self._at} of the script, {token}")
         mask = torch.zeros(size, dtype=torch.bool)
-        mask[self._tokens[0]] = True
+        mask[token] = True
         return mask
 
     def accept(self, token: int) -> None:
-        assert token == self._tokens.pop(0)
+        assert token == self._tokens[self._at]
+        self._at += 1
+        if self._grammar is not None:
+            self._grammar.accept(token)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The server of `kt chat MODEL`: a `kt serve` on a free port of 127.0.0.1 that ends with the chat.
+"""The server of `kt chat MODEL` and `kt agent NAME MODEL`: a `kt serve` on a free port of 127.0.0.1, ended with it.
 
 MODEL is what `kt serve` opens, the YAML file of a loop, or the directory of one. The child process writes to a log in a
 temporary directory; if it ends early, its last line is the error. Ctrl-C does not reach it (it has its own session), so
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -71,14 +71,14 @@ def _run_words(directory: Path) -> list[str]:
 
 
 @contextmanager
-def served(target: str, quiet: bool) -> Iterator[str]:
-    """The address of a server for `target`."""
+def served(target: str, quiet: bool, flags: Sequence[str] = ()) -> Iterator[str]:
+    """The address of a server for `target`; `flags`: of `kt serve`."""
     words = serve_words(target)
     port = free_port(None)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kt-chat-")))
         lock = stack.enter_context(locked(folder))
-        line = ["serve", *words, "--host", "127.0.0.1", "--port", str(port)]
+        line = ["serve", *words, *flags, "--host", "127.0.0.1", "--port", str(port)]
         with progress_bar("Starting the server", quiet=quiet, unit="%") as bar:
 
             def show(event: ProgressEvent) -> None:

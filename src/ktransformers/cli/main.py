@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from ktransformers.cli import ask
+from ktransformers.cli.agent import AGENT_CONTEXT, agent
 from ktransformers.cli.bench import bench, microbench
 from ktransformers.cli.chat import chat
 from ktransformers.cli.config import config
@@ -60,6 +61,7 @@ def root(
         print(context.get_help())
 
 
+app.command(context_settings=AGENT_CONTEXT)(agent)
 app.command()(bench)
 app.command()(chat)
 app.command()(convert)

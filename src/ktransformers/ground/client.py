@@ -55,11 +55,15 @@ class Client:
 
     def template_origins(self) -> dict[str, str | None]:
         """Served names with the origin of the chat template: `adapter` if it is another than the base's."""
+        return {name: entry.get("chat_template") for name, entry in self.model_entries().items()}
+
+    def model_entries(self) -> dict[str, dict[str, Any]]:
+        """What the server lists, by served name."""
         try:
             models = self.request("/v1/models")["data"]
             if not models:
                 raise LookupError("no models")
-            return {str(model["id"]): model.get("chat_template") for model in models}
+            return {str(model["id"]): dict(model) for model in models}
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             if isinstance(error, InputError):
                 raise

@@ -92,17 +92,18 @@ class Launch(CacheOptions, ServingOptions):
     notes: tuple[str, ...] = ()  # on flags that were accepted without effect
 
 
-class _Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         raise InputError(self.prog, message, "flags as in docs/serve.md", f"`{self.prog} --help` lists them")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    return _add_launch_flags(_Parser(prog="kt serve", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False))
+    return _add_launch_flags(FlagParser(prog="kt serve", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False))
 
 
 def make_run_parser() -> argparse.ArgumentParser:
-    parser = _add_launch_flags(_Parser(prog="kt run", description=_RUN_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False))
+    parser = FlagParser(prog="kt run", description=_RUN_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
+    _add_launch_flags(parser)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="answer this and exit; without it, serve")
     add_flags(parser.add_argument_group("answer"), options_of(PromptOptions))
     return parser

@@ -17,6 +17,7 @@ from ktransformers.ground import env, model_registry, settings, system
 from ktransformers.ground.errors import InputError
 from ktransformers.modeling.pretrained import run_code_note
 from ktransformers.plan import Plan
+from ktransformers.serve.agents import connection_lines
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.forecast import choose_device, compare_at_end, compare_at_start, plan_server, workload_of
 from ktransformers.serve.nodes.options import NodeOptions, read_nodes
@@ -163,8 +164,11 @@ def _serve_http(
         assert launch.host is not None
         port = int(listener.getsockname()[1])
         listener.listen()  # uvicorn does so after this; a client of the printed address would be refused until then
-        on_ready(record_server(launch.host, port, service.registry.served))
+        running = record_server(launch.host, port, service.registry.served)
+        on_ready(running)
         log(f"{service.registry.served} is served at http://{launch.host}:{port}/v1")
+        for line in connection_lines(running.url):
+            log(line)
 
     rules = rules_for(
         launch.host, api_key=launch.api_key, allowed_hosts=launch.allowed_hosts, origins=launch.cors_origins

@@ -1,5 +1,5 @@
-"""Options of `kt serve`, and those that `kt run` has for an answer to one prompt. Those of SGLang's launch lines have
-the same names; the keys are those of LLaMA-Factory's file for inference."""
+"""Options of `kt serve`, those that `kt run` has for an answer to one prompt, and those that `kt agent` has for its
+client. Those of SGLang's launch lines have the same names; the keys are those of LLaMA-Factory's file for inference."""
 
 from __future__ import annotations
 
@@ -231,3 +231,13 @@ class PromptOptions:
     max_tokens: int = option(512, "--max-tokens", "at most that many tokens of answer", ge=1)
     temperature: float | None = option(None, "--temperature", "0 is greedy; default: the model's", ge=0, le=2)
     dry_run: bool = option(False, "--dry-run", "print the plan and the command of the server, load nothing")
+
+
+@dataclass(frozen=True, config=CLOSED)
+class AgentOptions:
+    url: str | None = option(None, "--url", "a running server to use, instead of starting one")
+    adapter: str | None = option(None, "--adapter", "name of the adapter to ask; default: a training output's own")
+    key_variable: str = option("OPENAI_API_KEY", "--key-variable", "environment variable with the key of --url")
+    print_only: bool = option(False, "--print", "print the environment, files and command, and start nothing")
+    list_agents: bool = option(False, "--list", "list the clients, and which are installed")
+    as_json: bool = option(False, "--json", "print what --print or --list prints as one JSON document")
