@@ -7,11 +7,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from ktransformers.serve.doors.messages import MESSAGES
-from ktransformers.serve.doors.registry import DOORS
 from tests.support.serving import RunningServer
-
-pytestmark = pytest.mark.skipif(MESSAGES not in DOORS, reason="the server has no such door")
 
 CONVERSATION: list[Any] = [{"role": "user", "content": "Tell me about the sea."}]
 

@@ -269,8 +269,8 @@ class Api:
 
 
 def _in_ascii(names: Iterable[str]) -> str:
-    """Names of a request's fields for a header or the log."""
-    return ascii(", ".join(names))[1:-1][:MAX_NAMES_CHARACTERS]
+    """Names of a request's fields for a header, which has no white space at its ends, or the log."""
+    return ascii(", ".join(names))[1:-1][:MAX_NAMES_CHARACTERS].strip(", ")
 
 
 def _load_adapter(load: Callable[..., Any], asked: LoadAdapter, request_id: str) -> None:
