@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ktransformers import __version__
 from ktransformers.cli import ask
 from ktransformers.cli.bench import bench, microbench
 from ktransformers.cli.chat import chat
@@ -37,7 +38,7 @@ from ktransformers.cli.serve import SERVE_CONTEXT, serve
 from ktransformers.cli.train import sft, train
 from ktransformers.cli.version import version
 from ktransformers.cli.with_ import WITH_CONTEXT, with_
-from ktransformers.ground.errors import KTError
+from ktransformers.ground.errors import KTError, MissingArgumentError
 
 app = typer.Typer(
     name="kt",
@@ -55,7 +56,7 @@ def root(
     shown: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if shown:
-        version()
+        print(f"ktransformers {__version__}")
     elif context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -135,6 +136,8 @@ def main() -> None:
             code = _fail(usage_line(error), 2)
     except (typer.Abort, KeyboardInterrupt):
         code = _fail("stopped", 130)
+    except MissingArgumentError as error:
+        code = _fail(str(error), 2)
     except KTError as error:
         code = _fail(str(error))
     except OSError as error:
