@@ -236,13 +236,18 @@ def test_existing_output_is_not_overwritten(finished: tuple[Path, Result, RunRec
     assert "no checkpoint" in make_plan(read_settings(nowhere)).plan.start
 
 
-def test_a_tokenizer_without_an_end_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_settings_of_a_tokenizer_that_cannot_be_used_are_refused(tiny: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny, model)
     file = model / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": None}))
-    with pytest.raises(InputError, match="which has no eos token, expected one"):
-        make_plan(read_settings(recipe(model, tmp_path / "out")))
+    words = json.loads(file.read_text())
+    for changed, message in (
+        ({"eos_token": None}, "which has no eos token, expected one"),
+        ({"model_max_length": "x"}, "tokenizer_config.json: model_max_length: given .*x.*, expected a number"),
+    ):
+        file.write_text(json.dumps(words | changed))
+        with pytest.raises(InputError, match=message):
+            make_plan(read_settings(recipe(model, tmp_path / "out")))
 
 
 def test_experts_are_loaded_from_a_packed_directory(tiny: Path, tmp_path: Path) -> None:
