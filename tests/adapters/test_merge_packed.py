@@ -21,7 +21,7 @@ from ktransformers.adapters.merge_packed import merge_packed, wants_packing
 from ktransformers.checkpoint.encoded import decode
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.experts.contract import expert_modules
-from ktransformers.ground.errors import InputError
+from ktransformers.ground.errors import InputError, MissingArgumentError
 from ktransformers.nn import load_model
 from ktransformers.quant.convert import convert
 from ktransformers.quant.plan import make_plan, parse_formats
@@ -297,6 +297,22 @@ def test_packed_merge_command_reports_divergence(tmp_path: Path) -> None:
     assert (out / "kt_merge.json").is_file()  # what was there before stays
     told = CliRunner().invoke(app, [*words, "--overwrite", "--group", "32"])
     assert isinstance(told.exception, InputError) and "--format" in str(told.exception)
+
+
+def test_merge_takes_the_base_that_the_adapter_names(tmp_path: Path) -> None:
+    from ktransformers.cli.main import app
+
+    base, adapter = made(tmp_path)
+    file, out = adapter / "adapter_config.json", tmp_path / "out"
+    words = ["merge", str(adapter), "-o", str(out), "--unchecked"]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": None}))
+    refused = CliRunner().invoke(app, words)
+    assert isinstance(refused.exception, InputError) and "names no base" in str(refused.exception)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
+    run = CliRunner().invoke(app, words)
+    assert run.exit_code == 0 and (out / "config.json").is_file(), run.output
+    alone = CliRunner().invoke(app, ["merge", str(base), "-o", str(out)])
+    assert isinstance(alone.exception, MissingArgumentError)
 
 
 def test_plain_merge_measures_divergence(tmp_path: Path) -> None:

@@ -156,6 +156,14 @@ def test_package_conflicts_are_reported() -> None:
     assert "pip uninstall -y transformers-kt" in forked and "a command `kt` of its own" in forked
 
 
+def test_a_transformers_newer_than_tested_is_noted() -> None:
+    pinned = (Path(__file__).parents[2] / "constraints.txt").read_text().split("transformers==")[1].split()[0]
+    assert pinned.startswith(f"{checks.TESTED['transformers']}.")
+    good = {"torch": "2.13.0", "numpy": "2.0", "trl": "1.16.0", "fastapi": "0.162"}
+    assert packages({**good, "transformers": pinned}) == ""
+    assert "note packages: transformers 5.99.1 is newer than" in packages({**good, "transformers": "5.99.1"})
+
+
 def test_disks_and_missing_models_are_reported(tmp_path: Path) -> None:
     disks = [Disk("models", "/m", 100 * GIB, 2 * GIB, "nfs4"), Disk("here", "/h", 100 * GIB, 50 * GIB, "nfs4")]
     actual = said(checks.disks(disks))

@@ -139,7 +139,7 @@ def test_menu_shows_the_machine_and_runs_a_verb(home: Path) -> None:
         assert re.search(r"^adapters +saves/neko$", shown, re.MULTILINE)
         assert re.search(r"^servers +none is running$", shown, re.MULTILINE)
         assert re.search(r"^runs +saves/neko \(on some-moe, now\)$", shown, re.MULTILINE)
-        assert "6  plan" in shown and "Plan memory by device" in shown
+        assert "7  plan" in shown and "Plan memory by device" in shown
         session.type("config show\n")
         assert session.wait() == 0 and "server.port" in session.text
     with start(home) as session:

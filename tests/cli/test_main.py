@@ -21,7 +21,7 @@ import typer
 import typer.main
 
 from ktransformers.cli import ask
-from ktransformers.cli.main import app
+from ktransformers.cli.main import app, main
 from ktransformers.ground import settings
 from ktransformers.ground.errors import InputError, KTError
 from tests.support.cli import RunKt, model_files, write_model
@@ -47,6 +47,25 @@ def test_every_verb_has_json_and_help() -> None:
         options = {word for parameter in command.params for word in parameter.opts}
         assert "--json" in options or name in PASSED_ON, name
         assert command.help and "coming soon" not in command.help.lower(), name
+
+
+def test_help_of_verbs_fits_80_columns() -> None:
+    group: Any = typer.main.get_command(app)
+    longest = max(map(len, group.commands))
+    room = 80 - 2 - 6 - longest  # as click has it
+    cut = {name for name, command in group.commands.items() if command.get_short_help_str(room).endswith("...")}
+    assert len(group.commands) > 15 and not cut
+
+
+@pytest.mark.parametrize("line", ["serve", "run", "bench", "quant", "plan", "train", "loop", "merge", "model info"])
+def test_a_missing_argument_ends_with_2(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kt", *line.split()])
+    monkeypatch.setattr(ask, "can_ask", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 def test_docs_list_every_verb_and_setting() -> None:

@@ -143,7 +143,7 @@ UNKNOWN: list[Callable[[Tensor, Tensor], Tensor]] = [
 
 @pytest.mark.parametrize("case", range(len(UNKNOWN)))
 def test_unknown_gates_are_refused(case: int) -> None:
-    with pytest.raises(InputError, match=r"(?s)layer \(X\): given an? (unknown )?gate .*expected one of silu, gelu"):
+    with pytest.raises(InputError, match=r"(?s)layer \(X\): given an? (unknown )?gate.* expected one of silu, gelu"):
         probe_gate("layer (X)", joined(UNKNOWN[case], False), False)
     if case == 0:  # the layout counts: halves side by side are not halves in turns
         with pytest.raises(InputError, match="unknown gate"):
@@ -153,7 +153,7 @@ def test_unknown_gates_are_refused(case: int) -> None:
 def test_activations_without_gate_are_identified() -> None:
     for name, function in reference.ACTIVATIONS.items():
         assert probe_activation("module", function) == Gate(name)
-    with pytest.raises(InputError, match=r"module: given an unknown activation with f\(-1\) = -0.76"):
+    with pytest.raises(InputError, match=r"module: given an unknown activation, expected one of silu"):
         probe_activation("module", torch.tanh)
     with pytest.raises(InputError, match="cannot be evaluated"):
         probe_activation("module", lambda x: x @ torch.ones(3, 3))
@@ -237,10 +237,10 @@ REFUSED: list[tuple[type[nn.Module], dict[str, bool], str]] = [
     (Plain, {"has_gate": False}, r"model\.0 \(Plain\): given parameters \['down_proj', 'gate_up_proj'\]"),
     (Plain, {"has_bias": True}, r"model\.0 \(Plain\): given parameters .*expected \['down_proj', 'down_proj_bias'"),
     (Plain, {"is_transposed": True}, r"model\.0 \(Plain\)\.gate_up_proj: given shape"),
-    (Plain, {"is_concatenated": False}, r"model\.0 \(Plain\): given an unknown gate with f\(1, 1\)"),
+    (Plain, {"is_concatenated": False}, r"model\.0 \(Plain\): given an unknown gate, expected one of silu"),
     (Scaled, {}, r"model\.0 \(Scaled\): given parameters .*per_expert_scale"),
     (Ragged, {}, r"model\.0 \(Ragged\)\.gate_up_proj: given shape \[4, 48, 33\], expected \[4, 48, 32\]"),
-    (QuickGelu, {}, r"model\.0 \(QuickGelu\): given an unknown gate .*f\(1, 1\) = 0\.84"),
+    (QuickGelu, {}, r"model\.0 \(QuickGelu\): given an unknown gate, expected one of silu"),
 ]
 
 

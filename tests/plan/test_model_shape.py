@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ktransformers.experts.contract import expert_modules
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.model_registry import known_model
 from ktransformers.nn import ExpertStore
 from ktransformers.plan import Choice, Serving
 from ktransformers.plan.formats import counted_as, format_of, packed_expert_bytes, packed_lora_bytes
@@ -153,6 +154,7 @@ def test_every_name_and_every_file_is_known() -> None:
         names = (short, *document["names"], *document.get("bf16_names", ()))
         assert {open_shape(name).name for name in names} == {short}
         assert document["source"]
+        assert known_model(short) is not None, f"`kt model known` lacks {short}"
         assert all(figure["source"] and figure["work"] in ("train", "serve") for figure in document["published"])
 
 
@@ -172,6 +174,20 @@ def test_headers_say_what_the_formulas_say(family: str, tmp_path: Path) -> None:
     assert formulas.linears == found.linears or sorted(map(repr, formulas.linears)) == sorted(map(repr, found.linears))
     if family in ("qwen3_moe", "deepseek_v3", "deepseek_v2", "mixtral"):
         assert formulas.rest == pytest.approx(found.rest, abs=20)
+
+
+def test_gemma_has_a_forecast(tmp_path: Path) -> None:
+    """Its config names the chosen experts by another word, and every layer has a dense MLP beside them."""
+    model = build("gemma4_text")
+    save(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("num_experts_per_tok", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found, formulas = open_shape(str(tmp_path)), shape_from_config(config, "formulas")
+    experts = sum(t.numel() for module in expert_modules(model).values() for t in module.parameters(recurse=False))
+    assert found.top_k == 2 and found.expert_numbers_total == formulas.expert_numbers_total == experts
+    assert found.rest == pytest.approx(sum(t.numel() for t in model.parameters()) - experts, abs=20)
+    assert formulas.rest == pytest.approx(found.rest, rel=0.02) and formulas.mlp_width == 3 * 48
 
 
 def test_layers_beyond_the_model_count_on_disk_only(tmp_path: Path) -> None:

@@ -362,6 +362,14 @@ def test_rows_are_truncated_mixed_split_and_dropped(tokenizer: Any, tmp_path: Pa
         prepare(found, [], renderer, settings.model_copy(update={"val_size": 50}), seed=1)
 
 
+def test_rows_with_an_empty_answer_are_counted(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"instruction": "a", "output": text} for text in ("", " ", "b", "c d")]
+    (tmp_path / "x.json").write_text(json.dumps(rows))
+    settings = DataSettings(dataset=(str(tmp_path / "x.json"),), cutoff_len=64)
+    split = prepare(read_datasets(settings.dataset, settings), [], Renderer(tokenizer, 64), settings, seed=1)
+    assert (split.ends, len(split.train), split.dropped) == (2, 4, 0)
+
+
 def test_interleaving_follows_probabilities() -> None:
     parts = [list(range(100)), list(range(1000, 1010))]
     under = mix_datasets(parts, DataSettings(mix_strategy="interleave_under"), seed=3)

@@ -74,6 +74,13 @@ def test_nan_loss_stops_the_run(poisoned: Path, tmp_path: Path, stage: str, more
     assert not (output / "adapter_model.safetensors").exists()
 
 
+def test_a_tensor_of_the_base_is_named(poisoned: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        NotFiniteError, match=r"; model\.embed_tokens\.weight of the base has NaN or infinite"
+    ):
+        run(keys_of(poisoned, tmp_path, "sft"))
+
+
 def test_packed_rows_are_named(poisoned: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFiniteError, match=r"step \d: the loss is nan; .*9 \(.*Say the word number 9"):
         run(keys_of(poisoned, tmp_path, "sft", packing=True))

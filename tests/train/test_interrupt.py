@@ -20,6 +20,7 @@ import torch
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.ground.errors import KTError
 from ktransformers.train.callbacks import Interrupted
+from ktransformers.train.files import reporting_full_disk
 from tests.support.training import RunRecorder, recipe
 from tests.support.training_runs import SCRIPT, adapter, difference, run, start_run
 
@@ -130,6 +131,14 @@ def test_full_disk_is_reported_without_traceback(tiny: Path, tmp_path: Path, mon
         run(keys)
     left = [path.name for path in sorted((tmp_path / "x").iterdir())]
     assert left == ["checkpoint-1", "trainer_log.jsonl", "training.svg"]
+
+
+def test_full_disk_is_reported_by_what_tokenizers_raises(tmp_path: Path) -> None:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    with pytest.raises(KTError, match="no space left; earlier checkpoints"), reporting_full_disk(tmp_path):
+        tokenizer.save("/dev/full")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,13 +227,27 @@ def test_bf16_training_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.Monk
 def test_existing_output_is_not_overwritten(finished: tuple[Path, Result, RunRecorder], tiny: Path) -> None:
     output, _, _ = finished
     keys = finished_keys(tiny, output)
-    with pytest.raises(InputError, match="overwrite_output_dir: true"):
+    with pytest.raises(InputError, match="`kt train FILE overwrite_output_dir=true`"):
         make_plan(read_settings(keys | {"resume_from_checkpoint": False}))
     assert "resumes from" in make_plan(read_settings(keys)).plan.start
     anew = make_plan(read_settings(recipe(tiny, output, overwrite_output_dir=True))).plan.start
     assert "1 checkpoints" in anew and "removed" in anew
     nowhere = recipe(tiny, output.parent / "new", resume_from_checkpoint=True)
     assert "no checkpoint" in make_plan(read_settings(nowhere)).plan.start
+
+
+def test_settings_of_a_tokenizer_that_cannot_be_used_are_refused(tiny: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny, model)
+    file = model / "tokenizer_config.json"
+    words = json.loads(file.read_text())
+    for changed, message in (
+        ({"eos_token": None}, "which has no eos token, expected one"),
+        ({"model_max_length": "x"}, "tokenizer_config.json: model_max_length: given .*x.*, expected a number"),
+    ):
+        file.write_text(json.dumps(words | changed))
+        with pytest.raises(InputError, match=message):
+            make_plan(read_settings(recipe(model, tmp_path / "out")))
 
 
 def test_experts_are_loaded_from_a_packed_directory(tiny: Path, tmp_path: Path) -> None:

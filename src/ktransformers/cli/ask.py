@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import typer
 
-from ktransformers.ground.errors import InputError
+from ktransformers.ground.errors import InputError, MissingArgumentError
 
 MIN_NOTE_WIDTH = 12  # characters; a shorter rest of a note says nothing
 
@@ -81,7 +81,7 @@ def for_text(name: str, given: str | None, question: str, expected: str, quiet: 
     if given:
         return given
     if quiet or not can_ask():
-        raise InputError(name, "nothing", expected)
+        raise MissingArgumentError(name, expected)
     return text(question)
 
 
@@ -90,7 +90,7 @@ def for_choice(name: str, given: str | None, choices: Sequence[str], expected: s
     if given:
         return given
     if quiet or not can_ask() or not choices:
-        raise InputError(name, "nothing", expected)
+        raise MissingArgumentError(name, expected)
     return choose(name, [MenuChoice(choice) for choice in choices], default="1" if len(choices) == 1 else None)
 
 

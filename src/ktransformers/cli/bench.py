@@ -68,7 +68,7 @@ def bench(
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page with the table and charts.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Measure prefill and decode speed of a model on this machine: llama-bench's tests."""
+    """Measure prefill and decode speed, by llama-bench's tests."""
     output_format = "json" if as_json else output_format
     if output_format not in FORMATS:
         raise InputError("format", repr(output_format), f"one of {', '.join(FORMATS)}")
@@ -237,7 +237,7 @@ def microbench(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the JSON document here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
 ) -> None:
-    """Measure the kernels of one layer against the roofline of this machine."""
+    """Measure the kernels of one layer against the roofline."""
     command = [sys.executable, str(find_script(component))]
     options: dict[str, Any] = {"--shapes": shapes, "--tokens": tokens, "--isa": isa, "--threads": cpu_threads}
     options |= {"--seconds-per-cell": seconds, "--layers": layers, "--json": output}

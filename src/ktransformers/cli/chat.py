@@ -214,7 +214,7 @@ def chat(
     plain: Annotated[bool, typer.Option("--plain", help="Print answers as they are, without markdown.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each answer.")] = False,
 ) -> None:
-    """Talk to a server or to a model in the terminal; /help lists the commands."""
+    """Talk to a server or to a model. /help lists the commands."""
     from ktransformers.cli.chat_server import is_address, served
     from ktransformers.ground.client import Client
 

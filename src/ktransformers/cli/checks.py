@@ -23,6 +23,7 @@ THP = "/sys/kernel/mm/transparent_hugepage/enabled"
 # CUDA's major version -> the oldest driver of Linux that runs it (NVIDIA's release notes).
 MIN_DRIVER = {11: 450, 12: 525, 13: 580}
 REMOTE_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "fuse.gcsfuse", "fuse.s3fs")
+TESTED = {"transformers": "5.22"}  # the newest of constraints.txt, major and minor
 FORKS = {"transformers-kt": "transformers", "accelerate-kt": "accelerate", "peft-kt": "peft", "trl-kt": "trl"}
 # What each extra is for.
 EXTRAS = {
@@ -219,7 +220,20 @@ def packages(
             findings.append(Finding("warning" if extra else "error", "packages", text, f"pip install '{plain}'"))
     findings += [_missing_extra(extra, names) for extra, names in missing.items() if names]
     names = {Requirement(line).name for line in own} | {"torchvision", "torchaudio", "huggingface-hub", "tokenizers"}
+    findings += _newer_than_tested(version_of)
     return findings + _forks(version_of) + _version_conflicts(sorted(names), requirements_of, version_of)
+
+
+def _newer_than_tested(version_of: Callable[[str], str | None]) -> list[Finding]:
+    from packaging.version import Version
+
+    findings = []
+    for name, tested in TESTED.items():
+        installed = version_of(name)
+        if installed is not None and Version(installed).release[:2] > Version(tested).release:
+            text = f"{name} {installed} is newer than {tested}, the newest that this version was tested with"
+            findings.append(Finding("note", "packages", text, f"if a model fails: pip install '{name}=={tested}.*'"))
+    return findings
 
 
 def _missing_extra(extra: str, names: Sequence[str]) -> Finding:

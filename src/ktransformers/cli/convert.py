@@ -25,7 +25,7 @@ def convert(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Convert an adapter into another format, without losing anything."""
+    """Convert an adapter into another format, without loss."""
     from ktransformers import adapters
 
     done = adapters.convert(

@@ -253,7 +253,7 @@ def doctor(
         typer.Option("--kt-cpuinfer", min=1, metavar="N", help="Check a number of threads for kt serve or kt train."),
     ] = None,
 ) -> None:
-    """Show what this machine offers, what is missing, and how to fix it."""
+    """Show what this machine offers and lacks, and how to fix it."""
     report = examine(expert_threads=expert_threads)
     lines = [f"{name:<22} {value}" for name, value in report_rows(report)]
     for finding in report.findings:

@@ -17,7 +17,7 @@ import typer
 
 from ktransformers.cli.options import NoVerify
 from ktransformers.cli.progress import log, progress_bar
-from ktransformers.ground.errors import InputError
+from ktransformers.ground.errors import InputError, MissingArgumentError
 from ktransformers.ground.packages import require_extra
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def evaluate(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check tasks and data, count items, ask nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Evaluate a model: how good are its answers, and what did an adapter gain and cost?"""
+    """Evaluate a model, and what an adapter gained and cost."""
     if list_tasks:
         _print_tasks(as_json)
         return
@@ -70,10 +70,12 @@ def evaluate(
         comparison = _compare(list(targets or []), out)
         _print_comparison(comparison, out, as_json)
         return
-    if not targets or len(targets) != 1:
-        raise InputError("MODEL|URL", targets or "nothing", "one directory or URL", "--compare takes several runs")
+    if not targets:
+        raise MissingArgumentError("MODEL|URL", "one directory or URL")
+    if len(targets) != 1:
+        raise InputError("MODEL|URL", targets, "one directory or URL", "--compare takes several runs")
     if not task:
-        raise InputError("task", "none", "--task FILE or NAME", "`kt eval --list` lists the names")
+        raise MissingArgumentError("task", "--task FILE or NAME", "`kt eval --list` lists the names")
     from ktransformers.evaluate.task import load_tasks
     from ktransformers.ground.openmp import limit_spinning
 

@@ -328,6 +328,8 @@ def _ask_missing(verb: str, command: Any, given: dict[str, Any]) -> list[str]:
         return []
     if verb == "chat" and given.get("target") is None and _configured_server_answers():
         return []
+    if verb == "merge" and given.get("model") and _wrong_adapter(given["model"]) is None:
+        given = given | {"adapter": given["model"]}  # its base is the one that it names
     if steps is None:
         return _ask_required(verb, command, given)
     missing = [step for step in steps if step.needed and given.get(step.parameter) in EMPTY]

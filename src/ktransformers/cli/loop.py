@@ -42,7 +42,7 @@ def loop(
         bool, typer.Option("--verbose", "-v", help="Also the command of each stage and what it prints.")
     ] = False,
 ) -> None:
-    """Make or open a model, train it, ask it, prove it, evaluate base and adapter as they are served, and report."""
+    """Train, serve, prove and evaluate by one YAML file."""
     from ktransformers.cli.loop_view import choose_stages
     from ktransformers.evaluate.loop.run import Runner
     from ktransformers.evaluate.loop.settings import read_loop

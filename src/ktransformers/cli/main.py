@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ktransformers import __version__
 from ktransformers.cli import ask
 from ktransformers.cli.agent import AGENT_CONTEXT, agent
 from ktransformers.cli.bench import bench, microbench
@@ -38,7 +39,7 @@ from ktransformers.cli.serve import SERVE_CONTEXT, serve
 from ktransformers.cli.train import sft, train
 from ktransformers.cli.version import version
 from ktransformers.cli.with_ import WITH_CONTEXT, with_
-from ktransformers.ground.errors import KTError
+from ktransformers.ground.errors import KTError, MissingArgumentError
 
 app = typer.Typer(
     name="kt",
@@ -56,7 +57,7 @@ def root(
     shown: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if shown:
-        version()
+        print(f"ktransformers {__version__}")
     elif context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -137,6 +138,8 @@ def main() -> None:
             code = _fail(usage_line(error), 2)
     except (typer.Abort, KeyboardInterrupt):
         code = _fail("stopped", 130)
+    except MissingArgumentError as error:
+        code = _fail(str(error), 2)
     except KTError as error:
         code = _fail(str(error))
     except OSError as error:

@@ -12,7 +12,7 @@ from ktransformers.cli.ask import MenuChoice
 from ktransformers.ground import model_registry
 
 MENU = (
-    *("chat", "run", "train", "eval", "prove", "plan", "quant", "merge", "loop", "bench"),
+    *("chat", "run", "serve", "train", "eval", "prove", "plan", "quant", "merge", "loop", "bench"),
     *("model list", "model known", "model download", "doctor", "config show"),
 )
 SHOWN = 4  # of each kind

@@ -16,7 +16,7 @@ import typer
 from ktransformers.cli.model import complete_names
 from ktransformers.cli.options import Verbose, print_result
 from ktransformers.cli.quant import normalise_format, report_lines
-from ktransformers.ground.errors import InputError
+from ktransformers.ground.errors import InputError, MissingArgumentError
 from ktransformers.ground.report import gigabytes
 
 if TYPE_CHECKING:
@@ -28,10 +28,18 @@ MIN_DELTA_KEPT = 0.9  # share of the delta; if less was kept, rounding is mentio
 
 def merge(
     model: Annotated[
-        str, typer.Argument(metavar="BASE", help="The model's directory or name.", autocompletion=complete_names)
+        str,
+        typer.Argument(
+            metavar="[BASE]",
+            help="The model's directory or name. [default: the one that ADAPTER names]",
+            autocompletion=complete_names,
+            show_default=False,
+        ),
     ],
-    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="The adapter, in any format.")],
     out: Annotated[Path, typer.Option("--output", "-o", help="The directory to write.")],
+    adapter: Annotated[
+        Path | None, typer.Argument(metavar="ADAPTER", help="The adapter, in any format.", show_default=False)
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16 (default), float16, float32, or keep: of a plain model.")
     ] = None,
@@ -58,7 +66,7 @@ def merge(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Merge an adapter into its model and write a complete model directory."""
+    """Merge an adapter into its model: a complete directory."""
     from ktransformers.adapters.divergence import CALIBRATION_TOKENS, MAX_KL, calibration_text, measure_divergence
     from ktransformers.adapters.merge_packed import merge_packed, wants_packing
     from ktransformers.checkpoint.recode import KEEP
@@ -66,7 +74,13 @@ def merge(
     from ktransformers.cli.library_output import library_output
     from ktransformers.ground.progress import report
     from ktransformers.quant.plan import parse_formats
+    from ktransformers.serve.target import base_of_adapter
 
+    if adapter is None:  # a single word is the adapter
+        adapter = Path(model)
+        if not (adapter / "adapter_config.json").is_file():
+            raise MissingArgumentError("ADAPTER", "one", "kt merge BASE ADAPTER, or an adapter that names its base")
+        model = base_of_adapter(adapter)
     base, limit, tokens = (
         Path(resolve_model(model)),
         MAX_KL if max_kl is None else max_kl,

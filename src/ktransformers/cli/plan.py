@@ -160,7 +160,7 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Plan memory by device, time, and the best configuration that fits."""
+    """Plan memory by device, time, and what fits best."""
     from ktransformers.checkpoint.small_model import resolve_model
     from ktransformers.ground.options.cache import CacheOptions
     from ktransformers.plan import Serving, Training, make_plan, open_shape

@@ -51,7 +51,7 @@ def prove(
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Prove that the served adapter computes what was trained, and that the base is unchanged."""
+    """Prove that a served adapter computes what was trained. The base is compared too."""
     from ktransformers.cli.library_output import library_output
     from ktransformers.evaluate.prove.messages import ProofFailed
     from ktransformers.evaluate.prove.run import prove as run

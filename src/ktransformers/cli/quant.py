@@ -18,7 +18,7 @@ import typer
 
 from ktransformers.cli.options import Json, print_result, with_options
 from ktransformers.cli.progress import log, progress_bar
-from ktransformers.ground.errors import InputError
+from ktransformers.ground.errors import InputError, MissingArgumentError
 from ktransformers.ground.linear_storage import rest_word
 from ktransformers.ground.progress import clock
 from ktransformers.ground.report import gigabytes
@@ -110,7 +110,7 @@ class QuantOptions:
 
     def require_out(self) -> None:
         if self.out is None and not self.dry_run:
-            raise InputError("out", "nothing", "the directory to write", "-o OUT")
+            raise MissingArgumentError("out", "the directory to write", "-o OUT")
 
 
 # Options that a target refuses, and those that have no effect there.
@@ -346,12 +346,14 @@ TARGETS = {"--layout packed": run_packed, "--layout kt-kernel": run_kt, "--plain
 
 @with_options(QuantOptions)
 def quant(options: QuantOptions) -> None:
-    """Convert a checkpoint into a packed directory, opened without reading, into kt-kernel's files, or into bf16."""
+    """Pack a checkpoint, so that it opens without reading. Also writes kt-kernel's files, and bf16."""
     from ktransformers.checkpoint.small_model import resolve_model
 
     source = options.model or options.input_path
-    if not source or (options.model and options.input_path):
-        raise InputError("MODEL", "two" if source else "nothing", "the model to convert")
+    if not source:
+        raise MissingArgumentError("MODEL", "the model to convert")
+    if options.model and options.input_path:
+        raise InputError("MODEL", "two", "one model to convert")
     if options.layout not in LAYOUTS:
         raise InputError("layout", options.layout, " or ".join(LAYOUTS))
     target = "--plain" if options.plain else f"--layout {options.layout}"

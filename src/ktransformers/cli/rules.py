@@ -32,7 +32,7 @@ def rules(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> None:
-    """Print what every module of a model becomes by a file of rules, and its bytes on every device."""
+    """Print what modules become by a file of rules. Also their bytes on every device."""
 
     if write:
         _write(file, model)

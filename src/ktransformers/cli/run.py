@@ -39,7 +39,7 @@ def run(
     ] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Serve a model on this machine, or answer one prompt and exit."""
+    """Serve a model, or answer one prompt and exit."""
     from ktransformers.serve.flags import names_model, parse_run
 
     given = list(words or [])

@@ -14,7 +14,7 @@ def version(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also Python, system, CUDA and packages.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the versions of ktransformers, Python, the system, CUDA, kt-kernel's interface and SGLang."""
+    """Print the versions of ktransformers and what it runs on."""
     fields = details()
     details_lines = [f"{name:<16} {value or '-'}" for name, value in fields.items()]
     print_result(fields, details_lines if verbose else version_lines(fields), as_json)

@@ -34,9 +34,9 @@ def environment(variables: dict[str, str]) -> dict[str, str]:
 def with_(
     command: Annotated[list[str], typer.Argument(help="The program and its arguments.", metavar="PROGRAM [ARGUMENTS]")],
 ) -> None:
-    """Run a program that uses transformers, such as llamafactory-cli, on packed experts.
+    """Run a program that uses transformers on packed experts.
 
-    The model is a directory that `kt model prepare` wrote.
+    llamafactory-cli, for example. The model is a directory that `kt model prepare` wrote.
     """
     program = shutil.which(command[0])
     if program is None:

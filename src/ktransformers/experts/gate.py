@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.log import logger
 
+LOG = logger(__name__)
 BEYOND_CLAMP = 1e30  # within the range of float32, in which some modules compute their gate
 SLOPE_STEP = 1e-3
 TOLERANCE = 1e-5  # activation kernels of some modules compute in float32
@@ -68,7 +70,8 @@ def probe_gate(name: str, apply_gate: Callable[[Tensor], Tensor], interleaved: b
             return candidate
     points = ((1, 1), (-1, 1), (1, 0), (9, 9))
     samples = ", ".join(f"f({g:g}, {u:g}) = {_evaluate(function, g, u):.6g}" for g, u in points)
-    raise InputError(name, f"an unknown gate with {samples}", _supported())
+    LOG.info("%s: the gate has %s", name, samples)
+    raise InputError(name, "an unknown gate", _supported(), "-v shows values of it")
 
 
 def probe_activation(name: str, act_fn: Callable[[Tensor], Tensor]) -> Gate:
@@ -82,7 +85,8 @@ def probe_activation(name: str, act_fn: Callable[[Tensor], Tensor]) -> Gate:
         if torch.allclose(values, function(grid), rtol=TOLERANCE, atol=TOLERANCE):
             return Gate(activation)
     samples = ", ".join(f"f({x:g}) = {float(act_fn(torch.tensor([[x]], **EXACT))):.6g}" for x in (-1.0, 0.5, 1.0))
-    raise InputError(name, f"an unknown activation with {samples}", _supported())
+    LOG.info("%s: the activation has %s", name, samples)
+    raise InputError(name, "an unknown activation", _supported(), "-v shows values of it")
 
 
 def _supported() -> str:

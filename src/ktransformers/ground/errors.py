@@ -24,6 +24,13 @@ class InputError(KTError, ValueError):
         super().__init__(f"{name}: given {given}, expected {expected}" + (f"; {remedy}" if remedy else ""))
 
 
+class MissingArgumentError(InputError):
+    """A command line that lacks an argument."""
+
+    def __init__(self, name: str, expected: str, remedy: str = "") -> None:
+        super().__init__(name, "nothing", expected, remedy)
+
+
 class DamagedFileError(KTError, OSError):
     """A file whose contents are not what was written: truncated, unreadable, or with a wrong checksum."""
 

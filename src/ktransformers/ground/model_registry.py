@@ -30,7 +30,7 @@ REGISTRY_VERSION = 1  # of models.json
 MADE_MODEL = "smollm2-moe"
 NAME_PATTERN = re.compile(r"[\w][\w.+-]*")
 EXPERT_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-TOP_K_KEYS = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 HUB_CACHE_FOLDER = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)")  # a model folder in the hub's cache
 
 

@@ -100,6 +100,11 @@ def read_tokenizer(directory: str | Path, *, trust_remote_code: bool = False, **
         else:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
         check_patterns(tokenizer, folder)
+        if type(longest := tokenizer.model_max_length) not in (int, float):
+            given = f"{short(longest)}"
+            raise InputError(
+                f"{folder / 'tokenizer_config.json'}: model_max_length", given, "a number", "or no such key"
+            )
         return tokenizer
     except KTError:
         raise

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.linear_storage import ONE_PLANE_VARIANTS
-from ktransformers.ground.model_registry import did_you_mean, known_model, known_names
+from ktransformers.ground.model_registry import TOP_K_KEYS, did_you_mean, known_model, known_names
 from ktransformers.plan.attention_shape import BIASED, LinearShape, attention_layers, config_number, index_layers
 from ktransformers.plan.formats import bytes_in_format, name_of, planes_of
 from ktransformers.plan.layer_kinds import NO_STATES, StateNumbers, layer_types, scan_numbers, state_numbers
@@ -248,6 +248,8 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
     attention = attention_layers(text_config, layers)
     shared = config_number(text_config, "n_shared_experts", "moe_num_shared_experts", default=0) * inner
     shared += config_number(text_config, "shared_expert_intermediate_size", default=0)
+    if text_config.get("enable_moe_block"):  # gemma4 adds its experts to a dense MLP
+        shared += config_number(text_config, "intermediate_size")
     dense = config_number(text_config, "intermediate_size", default=0) if sparse < layers else 0
     correction = experts if str(text_config.get("model_type")) in CORRECTED_ROUTERS else 0
     gate = hidden if text_config.get("shared_expert_intermediate_size") else 0
@@ -270,7 +272,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
         vocabulary=vocabulary,
         expert_layers=sparse,
         experts=experts,
-        top_k=config_number(text_config, "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"),
+        top_k=config_number(text_config, *TOP_K_KEYS),
         intermediate=inner,
         gated=True,
         rest_per_layer=rest // layers,

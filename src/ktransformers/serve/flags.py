@@ -14,11 +14,12 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from ktransformers.ground.errors import InputError
+from ktransformers.ground.errors import InputError, MissingArgumentError, nearest
 from ktransformers.ground.options.cache import CacheOptions
 from ktransformers.ground.options.field import CLOSED, add_flags, build, options_of
 from ktransformers.ground.options.placement import PlacementOptions, take_options
 from ktransformers.ground.options.serving import PromptOptions, ServingOptions
+from ktransformers.serve.formats.families import CALL_ALIASES, CALLS, THINKING, THINKING_ALIASES
 
 # Names of formats in earlier guides -> the format of `kt quant`; None: experts stay as released.
 KT_METHODS: dict[str, str | None] = {
@@ -35,6 +36,11 @@ KT_METHODS: dict[str, str | None] = {
     "GPTQ_INT4": None,
     "MXFP4": None,
     "LLAMAFILE": None,
+}
+
+PARSERS: dict[str, set[str]] = {
+    "tool-call-parser": {*CALLS, *CALL_ALIASES},
+    "reasoning-parser": {*THINKING, *THINKING_ALIASES},
 }
 
 ATTENTION_BACKENDS = ("triton", "torch")
@@ -165,9 +171,11 @@ def _make_launch(options: dict[str, Any], program: str) -> Launch:
     """The launch that parsed flags ask for."""
     targets = [name for name in (options.pop("target"), options.pop("target_flag")) if name]
     if len(targets) != 1:
-        given = "nothing" if not targets else f"{len(targets)} models"
         expected = "one model: a folder, a name of `kt model list` or `kt model known`, a hub id or a YAML file"
-        raise InputError("MODEL", given, expected, f"{program} MODEL, or --model MODEL")
+        remedy = f"{program} MODEL, or --model MODEL"
+        if not targets:
+            raise MissingArgumentError("MODEL", expected, remedy)
+        raise InputError("MODEL", f"{len(targets)} models", expected, remedy)
     notes = [f"{name}: {IGNORED_SWITCHES[name]}" for name in dict.fromkeys(options.pop("moot") or [])]
     for name, reason in IGNORED_OPTIONS.items():
         value = options.pop(f"moot {name}")
@@ -177,6 +185,10 @@ def _make_launch(options: dict[str, Any], program: str) -> Launch:
         options.pop(f"moot {name}")
     notes += _method_notes(options["method"])
     options["attention_backend"], note = _attention_backend(options["attention_backend"])
+    for flag, known in PARSERS.items():
+        word = options[flag.replace("-", "_")]
+        if word is not None and word not in known:
+            raise InputError(flag, word, nearest(word, known, f"one of {', '.join(sorted(known))}"), "or leave it out")
     place = take_options(options)
     return build(Launch, {**options, "target": targets[0], "place": place, "notes": (*notes, *note)}, by_flag=True)
 

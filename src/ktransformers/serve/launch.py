@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktransformers.ground import env, model_registry, settings, system
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.log import logger
 from ktransformers.modeling.pretrained import run_code_note
 from ktransformers.plan import Plan
 from ktransformers.serve.agents import connection_lines
@@ -28,6 +29,7 @@ from ktransformers.serve.yaml_keys import with_yaml_keys
 if TYPE_CHECKING:
     from ktransformers.serve.nodes.group import NodeGroup
 
+LOG = logger(__name__)
 SHUTDOWN_SECONDS = 30  # for running requests after SIGTERM or Ctrl-C
 
 LogLine = Callable[[str], None]
@@ -160,7 +162,7 @@ def _serve_http(
 
     def ready() -> None:
         if plan is not None:
-            log(str(compare_at_start(plan, service)))
+            LOG.info("%s", compare_at_start(plan, service))
         assert launch.host is not None
         port = int(listener.getsockname()[1])
         listener.listen()  # uvicorn does so after this; a client of the printed address would be refused until then

@@ -16,6 +16,7 @@ from ktransformers.checkpoint.packed import is_packed
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.interrupt import remembered_interrupt
 from ktransformers.ground.linear_storage import AS_RELEASED
+from ktransformers.ground.log import logger
 from ktransformers.ground.packages import require_compiler
 from ktransformers.ground.pool import pool_for
 from ktransformers.modeling.load import load_dense, open_model
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from ktransformers.operators.plan import OperatorPlan
     from ktransformers.serve.nodes.group import NodeGroup
 
+LOG = logger(__name__)
 LogLine = Callable[[str], None]
 MOST_RUNNING = 256  # sequences in a batch, unless the line says otherwise
 FULL_LENGTH = 16  # sequences of full length that the KV cache has room for, where memory allows
@@ -219,7 +221,7 @@ def _make_engine(
     launch = replace(launch, max_running_requests=running)
     cache_bytes = tokens * kv_bytes_per_token
     states = f", states of sequences up to {state_bytes / 2**30:.2f} GiB" if state_bytes else ""
-    log(f"KV cache of {tokens} tokens, {cache_bytes / 2**30:.2f} GiB when full{states}")
+    LOG.info("KV cache of %d tokens, %.2f GiB when full%s", tokens, cache_bytes / 2**30, states)
     limits = Limits(
         running,
         launch.max_queued_requests,

@@ -68,10 +68,16 @@ def _base_name(given: str) -> str:
     return given.rstrip("/").rpartition("/")[2] or "model"
 
 
-def _target_of_adapter(path: Path) -> Target:
+def base_of_adapter(path: Path) -> str:
+    """The base that the adapter's configuration names."""
     base = read_json_object(path / "adapter_config.json", "PEFT's, a JSON object").get("base_model_name_or_path")
     if not base:
         raise InputError(str(path), "an adapter that names no base", "base_model_name_or_path in adapter_config.json")
+    return str(base)
+
+
+def _target_of_adapter(path: Path) -> Target:
+    base = base_of_adapter(path)
     document = read_manifest(path) or {}
     manifest_experts = document.get("experts") or {}
     experts, precision = manifest_experts.get("path"), str(manifest_experts.get("precision") or "bf16")
@@ -79,9 +85,9 @@ def _target_of_adapter(path: Path) -> Target:
     experts_path = Path(experts) if experts else None
     encoded = manifest_experts.get("encoded")
     return Target(
-        locate_model(str(base)),
+        locate_model(base),
         adapters,
-        _base_name(str(base)),
+        _base_name(base),
         experts=experts_path,
         precision=precision,
         expert_format=None if encoded is None else str(encoded),
@@ -111,7 +117,7 @@ def _target_of_yaml(path: Path) -> Target:
         raise InputError(f"{path}: output_dir", output, "a finished training", f"run `kt train {path}` first")
     adapters = tuple((_adapter_name(Path(directory).name), directory) for directory in directories)
     experts = flat_keys(keys).get("kt_weight_path")
-    return Target(locate_model(str(base)), adapters, _base_name(str(base)), keys, Path(experts) if experts else None)
+    return Target(locate_model(base), adapters, _base_name(base), keys, Path(experts) if experts else None)
 
 
 def _adapter_name(name: str) -> str:

@@ -241,9 +241,8 @@ def find_resume_point(settings: TrainSettings) -> ResumePoint:
         checkpoint, problems = _newest_whole(output, checkpoints)
         return _resume_from(checkpoint, f"resumes from {checkpoint}; overwrite_output_dir: true starts over", problems)
     if (output / "adapter_model.safetensors").exists():
-        raise InputError(
-            "output_dir", f"{output}, which holds an adapter", "a new folder", "or overwrite_output_dir: true"
-        )
+        remedy = "or `kt train FILE overwrite_output_dir=true`, which replaces it"
+        raise InputError("output_dir", f"{output}, which holds an adapter", "a new folder", remedy)
     return ResumePoint(None, removal)
 
 

@@ -34,7 +34,8 @@ def write_json(path: Path, value: Any) -> None:
         files.write_json(path, value)
 
 
-OS_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")  # in messages of safetensors
+RUST_ERRORS = ("SafetensorError", "Exception")  # of safetensors and of tokenizers
+OS_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")  # in their messages
 TORCH_WRITERS = ("PytorchStreamWriter", "inline_container")  # in messages of torch.save, which tell no reason
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 WRITE_ERRORS = (*FULL_DISK, errno.EFBIG, errno.EIO, errno.EROFS)
@@ -43,7 +44,7 @@ WRITE_ERRORS = (*FULL_DISK, errno.EFBIG, errno.EIO, errno.EROFS)
 def _write_error(error: Exception) -> str | None:
     """Why a file could not be written, None if the error is another one."""
     number = error.errno if isinstance(error, OSError) else None
-    if type(error).__name__ == "SafetensorError" and (match := OS_ERROR_NUMBER.search(str(error))):
+    if type(error).__name__ in RUST_ERRORS and (match := OS_ERROR_NUMBER.search(str(error))):
         number = int(match[1])
     if number in FULL_DISK:
         return "no space left"
@@ -56,8 +57,8 @@ def _write_error(error: Exception) -> str | None:
 
 @contextmanager
 def reporting_full_disk(folder: Path) -> Iterator[None]:
-    """Turns a full disk, an exceeded quota or another failed write into a KTError with what to do. safetensors and
-    torch.save raise exceptions of their own for them."""
+    """Turns a full disk, an exceeded quota or another failed write into a KTError with what to do. safetensors,
+    tokenizers and torch.save raise exceptions of their own for them."""
     try:
         yield
     except Exception as error:

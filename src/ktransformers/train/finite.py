@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from ktransformers.experts.placeholder import Placeholder
 from ktransformers.ground.errors import KTError
 from ktransformers.parallel.sharding import local_tensor
 from ktransformers.train.checkpoints import list_checkpoints
@@ -89,7 +90,7 @@ class FiniteCheck(TrainerCallback):
     def require_finite_weights(self, step: int) -> None:
         """Before a save; of a sharded model each rank looks at its shards."""
         for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and not bool(torch.isfinite(local_tensor(parameter)).all()):
+            if parameter.requires_grad and _broken(parameter):
                 raise self._error(step, f"{name.removeprefix('base_model.model.')} is not finite", [])
 
     def _error(self, step: int, problem: str, batches: list[dict[str, Any]]) -> NotFiniteError:
@@ -97,10 +98,17 @@ class FiniteCheck(TrainerCallback):
         kept = f"the last checkpoint is {checkpoints[-1]}" if checkpoints else "no checkpoint was saved before"
         sequences = [ids for batch in batches for ids in sequences_of(batch, self._pairs)]
         rows = f"; rows of this step: {self._describe(sequences)}" if sequences else ""
-        return NotFiniteError(
-            f"step {step}: {problem}{rows}; nothing was saved since, {kept}; look at these rows, lower learning_rate, "
-            "or train in bf16 or float32 if this was fp16"
-        )
+        remedy = "look at these rows, lower learning_rate, or train in bf16 or float32 if this was fp16"
+        if (name := self._broken_of_base()) is not None:
+            remedy = f"{name} of the base has NaN or infinite values, download or convert it again"
+        return NotFiniteError(f"step {step}: {problem}{rows}; nothing was saved since, {kept}; {remedy}")
+
+    def _broken_of_base(self) -> str | None:
+        """The first tensor that is not trained and not finite; experts were looked at when they were packed."""
+        for name, tensor in self._model.named_parameters():
+            if not tensor.requires_grad and not isinstance(tensor, Placeholder) and _broken(tensor):
+                return name.removeprefix("base_model.model.").replace(".base_layer", "")
+        return None
 
     def _describe(self, sequences: list[list[int]]) -> str:
         index_of = {tuple(_ids(row)): index for index, row in enumerate(self._rows)}
@@ -111,6 +119,10 @@ class FiniteCheck(TrainerCallback):
             shown.append(f"{index_of.get(tuple(ids), 'one')} ({text})")
         more = len(sequences) - len(shown)
         return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+
+def _broken(parameter: Tensor) -> bool:
+    return parameter.is_floating_point() and not bool(torch.isfinite(local_tensor(parameter)).all())
 
 
 def _gradient_norm(model: nn.Module) -> float:

@@ -117,15 +117,15 @@ def check_output(output: Path) -> None:
         raise InputError("output_dir", f"{output}, where {nearest} cannot be written", "a directory of yours")
 
 
-def check_disk_space(settings: TrainSettings, trained_numbers: int) -> None:
-    """Raises if the disk has no room for the adapter and, if checkpoints are saved, one of them as well. Adam keeps
-    two numbers for each that is trained; other optimizers keep fewer."""
+def check_disk_space(settings: TrainSettings, trained_numbers: int, tokenizer_bytes: int) -> None:
+    """Raises if the disk has no room for the adapter and, if checkpoints are saved, one of them as well, each with the
+    tokenizer. Adam keeps two numbers for each that is trained; other optimizers keep fewer."""
     width = 2 if settings.model.pure_bf16 else 4
-    needed = trained_numbers * width
+    needed = trained_numbers * width + tokenizer_bytes
     if str(settings.trainer.get("save_strategy", "steps")) != "no":
         adam = str(settings.trainer.get("optim", "adamw")).startswith("adam")
         state = 2 if adam and not settings.trainer.get("save_only_model") else 0
-        needed += trained_numbers * width * (1 + state)
+        needed += trained_numbers * width * (1 + state) + tokenizer_bytes
     nearest = _nearest_directory(Path(settings.output_dir))
     free = shutil.disk_usage(nearest).free
     if free < needed:

@@ -203,6 +203,8 @@ def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool 
             raise InputError("eval_strategy", evaluates, "rows to evaluate on", "give val_size or eval_dataset")
         if split.dropped:
             notes.append(f"{split.dropped} rows have no answer within cutoff_len {options.cutoff_len} and are left out")
+        if split.ends:
+            notes.append(f"{split.ends} rows have an empty answer: they teach nothing but to end it")
         model = meta_model(directory)
         partition = make_partition(settings, model)
         notes += TrainPlacement(settings, forecast).plan_operators(model)[1]
@@ -211,7 +213,7 @@ def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool 
             targets, left_out = predict_targets(build_fake_model(directory), settings.lora)
             notes += left_out
         numbers = count_trained_parameters(model, targets, settings.lora.lora_rank)
-        check_disk_space(settings, numbers)
+        check_disk_space(settings, numbers, sum(file.stat().st_size for file in directory.glob("*token*")))
         dtype = str(dtype_of(settings, read_model_config(directory))).removeprefix("torch.")
         _check_vocabulary(split, model, directory)
         if uses_packing(settings):

@@ -27,6 +27,9 @@ def load_tokenizer(directory: Path, settings: TrainSettings) -> tuple[Any, list[
     )
     code = run_code_note(directory) if model.trust_remote_code else None
     notes = [] if code is None else [code]
+    if tokenizer.eos_token is None:
+        given = f"the tokenizer of {directory}, which has no eos token"
+        raise InputError("model_name_or_path", given, "one, which ends an answer", "tokenizer_config.json: eos_token")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if data.template is not None:

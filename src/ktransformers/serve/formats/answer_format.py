@@ -189,14 +189,10 @@ def _recognise(
         calls = replace(calls, call=suffixed(calls.call, suffix), argument=argument, section=(opening, closing))
         thinking = replace(thinking, open=suffixed(thinking.open, suffix), close=suffixed(thinking.close, suffix))
     response_template = json.loads(shipped) if calls is None and call_parser is None else None
-    notes = []
+    note = ""
     if calls is None and response_template is None:
-        given = f"--tool-call-parser {call_name}" if call_parser else f"the template of {model_type or 'this model'}"
-        notes.append(f"tool calls in answers stay text: {given} has no known format ({', '.join(CALLS)})")
-    if thinking is None and reasoning_parser:
-        notes.append(
-            f"reasoning stays text: --reasoning-parser {reasoning_parser} is not known ({', '.join(THINKING)})"
-        )
+        given = f"the template of {model_type or 'this model'}"
+        note = f"tool calls in answers stay text: {given} has no known format ({', '.join(CALLS)})"
     marks = tuple(mark for mark in TURN_MARKS if mark in template) + (thinking.marks if thinking else ())
     return AnswerFormat(
         name=" + ".join(filter(None, (call_name if calls else "", thinking_name if thinking else ""))) or "text",
@@ -209,5 +205,5 @@ def _recognise(
         template_has_tools=has_tools,
         template_has_calls="tool_calls" in template or not template,
         response_template=response_template,
-        note="; ".join(notes),
+        note=note,
     )

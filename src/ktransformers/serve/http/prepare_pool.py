@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
+import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from ktransformers.ground.errors import KTError
@@ -37,6 +41,8 @@ from ktransformers.serve.http.prepare_worker import (
 LOG = logger(__name__)
 LARGE_BODY_BYTES = 2**16
 MAX_PENDING = 256  # requests that wait for a worker
+FOLDER_PREFIX = "kt-tokenizer-"
+NEW_SECONDS = 60.0
 START_SECONDS = 120.0
 RESTART_SECONDS = 1.0  # before a worker that could not be started is tried again
 REMOTE_MODULES = "transformers_modules"  # where transformers puts code that a release brings
@@ -102,6 +108,29 @@ class PrepareWorker:
         await self._process.wait()
 
 
+@contextlib.contextmanager
+def _locked(folder: str | Path) -> Iterator[None]:
+    """Raises OSError if another process has the lock."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _tokenizer_folder() -> Iterator[str]:
+    """A temporary folder that is locked while it is used. Those of killed servers have no lock and are removed, new
+    ones apart, which may not be locked yet."""
+    for left in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError), _locked(left):
+            if time.time() - left.stat().st_mtime > NEW_SECONDS:
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as directory, _locked(directory):
+        yield directory
+
+
 class PreparePool:
     def __init__(
         self,
@@ -128,7 +157,7 @@ class PreparePool:
     async def running(self) -> AsyncIterator[None]:
         """Start all workers, and end them with the block. The tokenizer as it is in memory is theirs, saved to a
         temporary directory."""
-        with tempfile.TemporaryDirectory(prefix="kt-tokenizer-") as directory:
+        with _tokenizer_folder() as directory:
             await asyncio.to_thread(self._tokenizer.save_pretrained, directory)
             probe_tokens = list(self._tokenizer(PROBE)["input_ids"])
             runs_code = type(self._tokenizer).__module__.startswith(REMOTE_MODULES)  # it was trusted when it was read

@@ -22,6 +22,7 @@ from ktransformers.train.data.render import IGNORE_INDEX, PreferenceRow, Rendere
 from ktransformers.train.settings import DataSettings
 
 T = TypeVar("T")
+MOST_END_TOKENS = 8  # that end a turn
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class DataSplit:
     train: list[Any]
     evaluation: list[Any]
     dropped: int  # rows without a label within cutoff_len
+    ends: int = 0  # rows of `train` whose labels are the end of a turn alone
 
 
 def _fill_placeholders(values: Any, replacements: dict[str, str]) -> Any:
@@ -107,6 +109,11 @@ def _has_labels(row: TrainRow | PreferenceRow | None) -> bool:
     return row is not None and any(label != IGNORE_INDEX for label in row.labels[1:])
 
 
+def _labels_end_alone(row: TrainRow | PreferenceRow, tokenizer: Any) -> bool:
+    labels = row.chosen if isinstance(row, PreferenceRow) else [x for x in row.labels if x != IGNORE_INDEX]
+    return len(labels) <= MOST_END_TOKENS and not tokenizer.decode(labels, skip_special_tokens=True).strip()
+
+
 def prepare(
     datasets: list[ReadDataset], held_out: list[ReadDataset], renderer: Renderer, settings: DataSettings, seed: int
 ) -> DataSplit:
@@ -133,7 +140,8 @@ def prepare(
             "at least one",
             "raise it",
         )
-    return DataSplit(rows, evaluation, dropped)
+    ends = sum(_labels_end_alone(row, renderer.tokenizer) for row in rows)
+    return DataSplit(rows, evaluation, dropped, ends)
 
 
 def pack_rows(rows: Sequence[TrainRow], capacity: int) -> list[list[TrainRow]]:
