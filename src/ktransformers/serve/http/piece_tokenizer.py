@@ -48,7 +48,8 @@ class PieceTokenizer:
         return next((found for found in self._cut.finditer(text, start) if found.group() not in these), None)
 
     def _pieces(self, text: str) -> Iterator[str]:
-        starts = [found.start() for found in self._cut.finditer(text) if found.start()] if self._tokenizer.is_fast else []
+        cuts = self._cut.finditer(text) if self._tokenizer.is_fast else ()
+        starts = [found.start() for found in cuts if found.start()]
         for start, end in zip([0, *starts], [*starts, len(text)], strict=True):
             yield text[start:end]
 
@@ -70,10 +71,9 @@ class PieceTokenizer:
         """Tokens of the beginning of a text that surely has more than `limit`; None: it may have fewer."""
         if len(text) <= limit:
             return None
-        tokens, cuts = array("i"), 0
-        for start in range(0, len(text), PIECE_CHARACTERS):
+        tokens = array("i")
+        for cuts, start in enumerate(range(0, len(text), PIECE_CHARACTERS)):
             tokens += self._tokens(text[start : start + PIECE_CHARACTERS])
-            cuts += 1
             if len(tokens) > limit + cuts * PIECE_SLACK:
                 return tokens
         return None

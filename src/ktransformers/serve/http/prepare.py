@@ -279,7 +279,9 @@ class RequestPreparer:
         if len(tokens) >= limit:
             message = f"prompt is too long: {len(tokens)} tokens > {limit - 1} maximum"
             raise ApiError(400, message, param="messages", code="context_length_exceeded")
-        end = PromptEnd(keys[-1], len(rendered), digest, state, continued, border or len(tokens))
+        begun = len(self._pieces.encode(prefix, limit))
+        border = max(0, (border or len(tokens)) - begun)
+        end = PromptEnd(keys[-1], len(rendered), digest, state, continued, begun, border)
         return TokenizedPrompt(None, tuple(tokens) or (self._empty_prompt_token(),)), prefix, end
 
     def _check_ignored(self, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,18 +1,16 @@
 """Answers as they were sampled, so that the next turn of a conversation continues from their tokens.
 
 A client sends an answer back as text, and a chat template renders it anew: the text may be tokenised otherwise than it
-was sampled, calls are written in the template's way, and clients drop thinking or add fields to arguments. Each of these
-would lose everything of the KV cache that lies behind. So the server remembers answers: their tokens, and
-where they begin in the rendered prompt. A worker that prepares a request asks for those of its conversation and puts
-the tokens in the place of the rendered answer, up to the token that ends its turn, where all of this holds:
+was sampled, calls are written in the template's way, and clients drop thinking or add fields to arguments. Each of
+these would lose everything of the KV cache that lies behind. So the server remembers answers: their tokens, and where
+they begin in the rendered prompt. A worker that prepares a request asks for those of its conversation and puts the
+tokens in the place of the rendered answer, up to the token that ends its turn, where all of this holds:
 
 - the client sent back the same text and calls of the same names after the same turns, by which answers are found, and
   the arguments say the same (`same_arguments`);
-- the template renders everything before the answer as it did then (`digest`);
+- the template renders everything before the answer as it did then, which its digest shows;
 - what it renders in the answer's place has the answer's thinking. A template that strips thinking from history is
   followed. Thinking that the client dropped is handed to the template, which decides whether it belongs there.
-
-The text around answers is tokenised in pieces that begin with a special token, as the tokenizer itself cuts it there.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import hashlib
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -61,7 +59,10 @@ class PromptEnd:
     digest: str
     continuation: Continuation
     continued_tokens: int  # of the prompt, up to the end of the last answer that was put in as it was sampled
-    border: int  # tokens that remain if the template strips the thinking of all turns since the last of the user
+    generation_prompt: int  # tokens of the prompt that begin the answer
+    border: (
+        int  # tokens before those that change if the template strips the thinking since the last message of the user
+    )
 
 
 Recall = Callable[[Sequence[str]], Mapping[str, SampledAnswer]]
@@ -135,7 +136,8 @@ def find_splices(
     splices: list[Splice] = []
     schemas = {tool.name: tool.parameters for tool in tools}
     state: Continuation = "first_turn"
-    digest, hashed, spliced = hashlib.sha256(), 0, 0
+    digests = _digests(rendered, {answer.prompt_characters for answer in answers.values()})
+    spliced = 0
     for index, turn in enumerate(turns):
         if turn.role != "assistant":
             continue
@@ -144,12 +146,10 @@ def find_splices(
             state = "other_text"
             continue
         start, state = answer.prompt_characters, "template"
-        if not max(hashed, spliced) <= start <= len(rendered):
+        if start < spliced or digests.get(start) != answer.prompt_digest:
             continue
-        digest.update(_bytes(rendered[hashed:start]))
-        hashed = start
         mark = tokenizer.next_other(rendered, start, answer.tokens)
-        if digest.hexdigest() != answer.prompt_digest or mark is None or mark.group() not in (answer.end, *TURN_MARKS):
+        if mark is None or mark.group() not in (answer.end, *TURN_MARKS):
             continue
         shown = _bare(rendered[start : mark.start()])
         if not all(_bare(part) in shown for part in (answer.reasoning, *([] if turn.calls else [turn.text]))):
@@ -164,12 +164,16 @@ def find_splices(
             state = "continued"
             splices.append(Splice(index, start, mark.start(), answer))
             spliced = mark.start()
-    digest.update(_bytes(rendered[hashed:]))
-    return splices, state, digest.hexdigest()
+    return splices, state, digests[len(rendered)]
 
 
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
+def _digests(text: str, lengths: Set[int]) -> dict[int, str]:
+    """Of the beginnings of these lengths, and of all of it."""
+    digests, digest, at = {}, hashlib.sha256(), 0
+    for length in sorted({len(text), *(length for length in lengths if length < len(text))}):
+        digest.update(text[at:length].encode("utf-8", "surrogatepass"))
+        digests[length], at = digest.hexdigest(), length
+    return digests
 
 
 def _bare(text: str) -> str:

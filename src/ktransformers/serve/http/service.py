@@ -168,7 +168,9 @@ class Service:
     def _added_tokens(self) -> dict[int, str]:
         return {number: token.content for number, token in self.tokenizer.added_tokens_decoder.items()}
 
-    def remember(self, prepared: PreparedRequest, said: Turn, tokens: Sequence[int], *, ended: bool, cached: int) -> None:
+    def remember(
+        self, prepared: PreparedRequest, said: Turn, tokens: Sequence[int], *, ended: bool, cached: int
+    ) -> None:
         """The answer to a conversation is complete. `tokens`: sampled ones, the last of which is its end if it `ended`;
         `cached`: of the prompt."""
         start = None if prepared.chat is None else prepared.chat.prompt_end
@@ -236,6 +238,7 @@ class Service:
         adapter = self.find(prepared.model)
         grammar: Callable[[], Grammar] | None = None
         chat, source = prepared.chat, prepared.grammar or prepared.schema
+        start = None if chat is None else chat.prompt_end
         if source is not None:
             try:
                 compiled = self.grammar_source.compile(source, is_schema=prepared.grammar is None)
@@ -258,6 +261,8 @@ class Service:
             logprobs=prepared.logprobs,
             prompt_logprobs=prepared.echo and prepared.logprobs is not None,
             grammar=grammar,
+            generation_prompt=0 if start is None else start.generation_prompt,
+            border=0 if start is None else start.border,
             request_id=request_id,
             deadline=None if self.timeout is None else time.monotonic() + self.timeout,
         )

@@ -367,6 +367,7 @@ class ServeEngine:
         slot = sequence.slot = self.kv_cache.allocate(*_key(sequence), top_logprobs)
         if slot is None:
             return False
+        slot.snapshots.border = sequence.request.border
         if self.tiers is not None:
             slot.root = self.tiers.root_of(sequence.request.adapter)
             if sequence.fetch is not None:
@@ -418,7 +419,7 @@ class ServeEngine:
             return end, False
         prompt = len(sequence.request.prompt)
         shared = end >= prompt > sequence.computed and any(one.shares_prompt_with is sequence for one in self.waiting)
-        return next_chunk_end(sequence.computed, end, prompt, shared)
+        return next_chunk_end(sequence.computed, end, prompt, shared, sequence.request.generation_prompt)
 
     def _deterministic_count(self, sequence: Sequence) -> int:
         """Tokens of the next chunk by position alone: the prompt in pieces of `chunked_prefill_size`, then one at a
