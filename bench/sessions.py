@@ -3,11 +3,11 @@
     python bench/sessions.py --turns 50 --json sessions.json
 
 A tiny random model is served; its answers are given, token by token: written by the template, then with other white
-space and cut into tokens at random, as models sample. The client is the worst that there is: it drops the thinking, and
-gives the arguments of calls another order and a field more. Every `--task` turns the user asks for something new, and in
+space and cut into tokens at random, as models sample. The client gives the arguments of calls another order and a field
+more, and keeps the thinking or drops it. Every `--task` turns the user asks for something new, and in
 between a call is answered with a result. Columns: prompt tokens that were computed; those that are new, which is what
-was rendered behind the last answer; tokens that the template took away, rewriting history, and that were computed again;
-the ratio of computed tokens to new ones without these; the most that a turn computed beyond what differs from the
+was rendered behind the last answer; tokens that were computed again because the template wrote history otherwise; the
+ratio of computed tokens to new ones without these; the most that a turn computed beyond what differs from the
 sequence that the server had; what would have been computed with every prompt tokenised from its text alone.
 
 Then the time to a first token behind a long history, beside that of its new tokens alone, and its parts.
@@ -16,13 +16,13 @@ Then the time to a first token behind a long history, beside that of its new tok
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import re
 import socket
 import statistics
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
@@ -37,9 +37,7 @@ from arguments import numbers, words
 from timing import Table, describe_machine, print_last_line, save
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "tests" / "data" / "minimind_6400"
-TEMPLATES = (
-    "qwen2_5,qwen3,qwen3_5_think,qwen3_6,qwen3_8,glm4moe,llama3_1,gptoss,nemotron_3_nano,gemma4,lfm2_v2,lfm2_2_5"
-)
+TEMPLATES = "qwen2_5,qwen3,qwen3_6,qwen3_8,glm4moe,llama3_1,gptoss,nemotron_3_nano,gemma4,lfm2_v2"
 # Template -> the tokens that end an answer with a call and one without.
 ENDS = {
     "gptoss": ("<|call|>", "<|return|>"),
@@ -66,14 +64,28 @@ EDIT = {
     },
 }
 TOOLS = [{"type": "function", "function": EDIT}]
-WORDS = "wind cloud evening river stone window letter garden road silver morning paper number light".split()
-HEADS = ("template", "model", "prompts", "computed", "new", "taken", "ratio", "beyond", "as text")
+WORDS = (
+    "wind",
+    "cloud",
+    "evening",
+    "river",
+    "stone",
+    "window",
+    "letter",
+    "garden",
+    "road",
+    "silver",
+    "morning",
+    "light",
+)
+HEADS = ("template", "model", "thinking", "prompts", "computed", "new", "taken", "ratio", "beyond", "as text")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--templates", type=words, default=words(TEMPLATES), help="names of TRL's templates")
     parser.add_argument("--recurrent", type=words, default=["qwen3_6"], help="templates also with a recurrent model")
+    parser.add_argument("--drops", type=words, default=words("qwen3,qwen3_8"), help="templates also without thinking")
     parser.add_argument("--turns", type=int, default=50, help="answers of a session")
     parser.add_argument("--task", type=int, default=10, help="answers between two messages of the user")
     parser.add_argument("--history", type=numbers, default=[4000, 16000], help="tokens before a timed turn")
@@ -87,7 +99,9 @@ def make_tokenizer(template: str) -> Any:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(TOKENIZER)
     tokenizer.chat_template = template
-    special = dict.fromkeys([*SPECIAL.findall(template), "<|im_end|>", *(end for ends in ENDS.values() for end in ends)])
+    special = dict.fromkeys(
+        [*SPECIAL.findall(template), "<|im_end|>", *(end for ends in ENDS.values() for end in ends)]
+    )
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in special], special_tokens=True)
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in SOFT])
     return tokenizer
@@ -204,7 +218,9 @@ def ask(url: str, messages: list[dict[str, Any]], **fields: Any) -> Any:
 
 
 def first_token_seconds(url: str, messages: list[dict[str, Any]]) -> float:
-    body = json.dumps({"messages": messages, "tools": TOOLS, "stream": True, "max_tokens": 2, "temperature": 0}).encode()
+    body = json.dumps(
+        {"messages": messages, "tools": TOOLS, "stream": True, "max_tokens": 2, "temperature": 0}
+    ).encode()
     request = urllib.request.Request(url, body, {"content-type": "application/json"})
     start = time.perf_counter()
     with urllib.request.urlopen(request) as response:
@@ -219,8 +235,11 @@ def first_token_seconds(url: str, messages: list[dict[str, Any]]) -> float:
 class Session:
     """A conversation whose answers are scripted."""
 
-    def __init__(self, name: str, template: str, tokenizer: Any, recorder: Recorder, url: str) -> None:
+    def __init__(
+        self, name: str, template: str, tokenizer: Any, recorder: Recorder, url: str, *, keeps_thinking: bool
+    ) -> None:
         self._name, self._template, self._tokenizer = name, template, tokenizer
+        self._keeps_thinking = keeps_thinking
         self._recorder, self._url = recorder, url
         self._rng = random.Random(name)
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": "You edit files. " * 20}]
@@ -243,6 +262,8 @@ class Session:
         self._recorder.answer = self._sampled(number, calls)
         message = ask(self._url, self.messages)
         back: dict[str, Any] = {"role": "assistant", "content": message["content"]}
+        if self._keeps_thinking and "reasoning_content" in message:
+            back["reasoning_content"] = message["reasoning_content"]
         if calls:
             (call,) = message["tool_calls"]
             given = json.loads(call["function"]["arguments"])
@@ -276,7 +297,7 @@ class Session:
             if not any(start < cut < stop for start, stop in marks):
                 cuts.add(cut)
         places = sorted(cuts)
-        pieces = [text[start:stop] for start, stop in zip(places, places[1:], strict=False)]
+        pieces = [text[start:stop] for start, stop in itertools.pairwise(places)]
         tokens = [token for piece in pieces for token in self._tokenizer(piece, add_special_tokens=False)["input_ids"]]
         return [*tokens, self._tokenizer.convert_tokens_to_ids(self._ends[not calls])]
 
@@ -289,16 +310,16 @@ def common(first: list[int], second: list[int]) -> int:
     return next((at for at, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(first))
 
 
-def replay(name: str, template: str, model_type: str, turns: int, task: int) -> dict[str, Any]:
+def replay(name: str, template: str, model_type: str, turns: int, task: int, *, keeps_thinking: bool) -> dict[str, Any]:
     tokenizer = make_tokenizer(template)
     service = make_service(tokenizer, model_type)
     recorder = Recorder(service)
     cell: dict[str, Any] = {"template": name, "model": model_type, "turns": turns, "prompt_tokens": 0, "computed": 0}
-    cell |= {"new": 0, "taken": 0, "most_beyond": 0, "computed_as_text": 0}
+    cell |= {"keeps_thinking": keeps_thinking, "new": 0, "taken": 0, "most_beyond": 0, "computed_as_text": 0}
     stored: list[int] = []
     stored_as_text: list[int] = []
     with serve(service) as url:
-        session = Session(name, template, tokenizer, recorder, url)
+        session = Session(name, template, tokenizer, recorder, url, keeps_thinking=keeps_thinking)
         for number in range(turns):
             asked = len(session.messages)
             new = session.turn(number, task)
@@ -364,14 +385,17 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     folder = Path(trl.origin).parent / "chat_templates"
     document: dict[str, Any] = {"bench": "sessions", "machine": describe_machine(), "cells": [], "first_tokens": []}
-    table = Table(HEADS, [16, 17, 8, 8, 7, 7, 6, 6, 8])
-    rows = [(name, "qwen3_moe") for name in args.templates] + [(name, "qwen3_5_moe_text") for name in args.recurrent]
-    for name, model_type in rows:
-        cell = replay(name, (folder / f"{name}.jinja").read_text(), model_type, args.turns, args.task)
+    table = Table(HEADS, [16, 17, 8, 8, 8, 7, 7, 6, 6, 8])
+    rows = [(name, "qwen3_moe", True) for name in args.templates]
+    rows += [(name, "qwen3_moe", False) for name in args.drops]
+    rows += [(name, "qwen3_5_moe_text", True) for name in args.recurrent]
+    for name, model_type, keeps in rows:
+        template = (folder / f"{name}.jinja").read_text()
+        cell = replay(name, template, model_type, args.turns, args.task, keeps_thinking=keeps)
         document["cells"].append(cell)
         shown = [cell[key] for key in ("prompt_tokens", "computed", "new", "taken")]
         beyond = [f"{cell['ratio']:.3f}", str(cell["most_beyond"]), str(cell["computed_as_text"])]
-        table.row([name, model_type, *map(str, shown), *beyond])
+        table.row([name, model_type, "kept" if keeps else "dropped", *map(str, shown), *beyond])
         if args.json:
             save(document, args.json)
     print()

@@ -46,6 +46,7 @@ from ktransformers.serve.http.sampled_answers import (
 COUNT = "count:"  # before a door's name: only the prompt's tokens are counted, also those beyond the context
 # A prompt that is too long is counted up to so many times the limit: clients shorten it by what they are told.
 COUNTED_LIMITS = 4
+THOUGHT = "They say hello, so I say hello."  # of a conversation that shows what a template does with thinking
 MAX_IGNORED_FIELDS = 32  # of one request that are named
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
@@ -262,7 +263,9 @@ class RequestPreparer:
             said.remove(len(turns) - 1)
         known = recall([keys[index] for index in said]) if said else {}
         answers = {index: known[keys[index]] for index in said if keys[index] in known}
-        turns = restore_reasoning(turns, answers)
+        dropped = any(one.reasoning and not turns[index].reasoning for index, one in answers.items())
+        if dropped and self._keeps_thinking(conversation, template, answer_format):
+            turns = restore_reasoning(turns, answers)
         rendered, prefix = self._render(replace(conversation, turns=turns), template, answer_format)
         splices, state, digest = find_splices(rendered, turns, conversation.tools, answers, self._pieces)
         asked = max((index for index, turn in enumerate(turns) if turn.role in ("user", "system")), default=-1)
@@ -283,6 +286,15 @@ class RequestPreparer:
         border = max(0, (border or len(tokens)) - begun)
         end = PromptEnd(keys[-1], len(rendered), digest, state, continued, begun, border)
         return TokenizedPrompt(None, tuple(tokens) or (self._empty_prompt_token(),)), prefix, end
+
+    def _keeps_thinking(self, conversation: Conversation, template: ModelTemplate, answer_format: AnswerFormat) -> bool:
+        """Whether the template renders the thinking of earlier turns, however old they are."""
+        turns = (Turn("user", "Hello"), Turn("assistant", "Hello", THOUGHT), Turn("user", "Hello"))
+        try:
+            probe = replace(conversation, turns=turns, continue_final_turn=False)
+            return THOUGHT in self._render(probe, template, answer_format)[0]
+        except ApiError:
+            return False
 
     def _check_ignored(self, names: tuple[str, ...]) -> tuple[str, ...]:
         if names and self._settings.strict_fields:

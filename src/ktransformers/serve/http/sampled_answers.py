@@ -10,7 +10,8 @@ tokens in the place of the rendered answer, up to the token that ends its turn, 
   the arguments say the same (`same_arguments`);
 - the template renders everything before the answer as it did then, which its digest shows;
 - what it renders in the answer's place has the answer's thinking. A template that strips thinking from history is
-  followed. Thinking that the client dropped is handed to the template, which decides whether it belongs there.
+  followed. Thinking that the client dropped is restored only for a template that keeps all of it: one that strips it at
+  the next message of the user would lose everything since then, which is far more than the answers without thinking.
 """
 
 from __future__ import annotations
