@@ -235,7 +235,7 @@ def test_a_turn_continues_from_what_was_sampled(served: RunningServer, answers: 
 
     answers.append(list(final))
     _, _, cached = ask(served, [*messages, {**back, "reasoning_content": None}, result])
-    assert cached > first_tokens  # what the template rendered without thinking before
+    assert cached >= first_tokens
     counted = {name: count - before.get(name, 0) for name, count in served.service.prefixes.items()}
     assert counted == {"first_turn": 1, "continued": 1, "changed_call": 1, "template": 2}
     with urllib.request.urlopen(f"{served.url}/metrics") as response:

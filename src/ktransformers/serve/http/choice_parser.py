@@ -10,6 +10,7 @@ from dataclasses import replace
 from ktransformers.serve.doors.answer_events import (
     AnswerEvent,
     AnswerParser,
+    CallArguments,
     CallBegin,
     CallEnd,
     ReasoningDelta,
@@ -35,7 +36,7 @@ class ChoiceParser:
                 self.reasoning_tokens += event.tokens - self._tokens
             self._tokens = event.tokens
         events = [kept for one in events if (kept := self._without_special(one)) is not None]
-        self._said += events
+        self._said += [one for one in events if not isinstance(one, CallArguments)]
         return events
 
     def turn(self) -> Turn:
