@@ -36,6 +36,9 @@ def test_chunks_end_where_a_copy_is_made() -> None:
     assert next_chunk_end(512, 1024, 1400, False) == (1024, True)
     assert next_chunk_end(1024, 1400, 1400, False) == (1344, True)  # the last multiple of 64 before the end
     assert next_chunk_end(1344, 1400, 1400, False) == (1400, False)
+    assert next_chunk_end(1280, 1347, 1347, False, 4) == (1280 + 67, False)  # 1344 is behind the generation prompt's
+    assert next_chunk_end(1200, 1347, 1347, False, 4) == (1280, True)  # beginning, so the copy is made before
+    assert next_chunk_end(1200, 1348, 1348, False, 4) == (1344, True)
     assert next_chunk_end(0, 2048, 4000, False) == (2048, True)  # one copy in a long chunk
     assert next_chunk_end(0, 100, 100, True) == (99, True)  # others compute its last token again
     assert next_chunk_end(99, 100, 100, True) == (100, False)
@@ -52,6 +55,18 @@ def test_copies_stay_few_and_spread() -> None:
     assert kept.last(positions[1] + 1) == positions[1] and kept.last(positions[0] - 1) == 0
     kept.drop_after(positions[1])
     assert sorted(kept.by_position) == positions[:2]
+
+
+def test_the_copy_before_the_border_stays() -> None:
+    kept = Snapshots()
+    for turn in range(40):
+        kept.border = 700
+        kept.add(640 + 64 * turn, state(turn))
+        assert kept.last(700) == 640 and kept.last(10**6) == 640 + 64 * turn and len(kept) <= snapshots.MAX_SNAPSHOTS
+    kept.border = 2000
+    for turn in range(40, 60):
+        kept.add(640 + 64 * turn, state(turn))
+    assert 640 < kept.last(2000) < 2000
 
 
 def test_copies_are_not_changed_with_the_state() -> None:

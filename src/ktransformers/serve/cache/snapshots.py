@@ -3,7 +3,8 @@
 Keys and values of a prefix are a part of the sequence's; a state is of its last token only. So that a conversation that
 diverges, or another sequence with the same beginning, need not be computed from its first token, a slot keeps copies of
 its states at some positions. Their number is bounded: the copy whose neighbours are nearest is dropped first, so the
-last ones stay dense and earlier ones are spread over the sequence.
+last ones stay dense and earlier ones are spread over the sequence. The last one before the border stays: where the next
+prompt of a conversation diverges if its template strips the thinking of earlier turns.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class States(dict[int, dict[str, Tensor]]):
 
 
 SNAPSHOT_TOKENS = 512  # a copy at every multiple that a chunk ends at
-LAST_BLOCK_TOKENS = 64  # and, of a longer prompt, at the last multiple of this before its end
+LAST_BLOCK_TOKENS = 64  # and, of a longer prompt, at the last multiple of this before its generation prompt
 MAX_SNAPSHOTS = 4  # of a sequence
 
 
@@ -38,6 +39,7 @@ class Snapshots:
     """Of one sequence, by the number of tokens before them."""
 
     by_position: dict[int, States] = field(default_factory=dict)
+    border: int = 0  # the copy before it stays
 
     def __len__(self) -> int:
         return len(self.by_position)
@@ -56,18 +58,21 @@ class Snapshots:
 
     def drop_one(self) -> None:
         """The one whose neighbours are nearest to each other; the last one has none after it and stays longest."""
-        positions = [0, *sorted(self.by_position)]
+        positions, kept = [0, *sorted(self.by_position)], self.last(self.border)
         gaps = {positions[at]: positions[at + 1] - positions[at - 1] for at in range(1, len(positions) - 1)}
+        if len(gaps) > 1:
+            gaps.pop(kept, None)
         del self.by_position[min(gaps, key=lambda position: gaps[position], default=positions[-1])]
 
 
-def next_chunk_end(position: int, end: int, prompt: int, shared: bool) -> tuple[int, bool]:
+def next_chunk_end(position: int, end: int, prompt: int, shared: bool, generation_prompt: int = 0) -> tuple[int, bool]:
     """Where a chunk of tokens `position` .. `end` - 1 is cut so that a copy can be made, and whether one is made.
 
-    The prompt has `prompt` tokens; `shared`: other sequences wait to copy it, and compute its last token only."""
+    The prompt has `prompt` tokens, the last `generation_prompt` of which templates write otherwise in history.
+    `shared`: other sequences wait to copy it, and compute its last token only."""
     stops = [end // SNAPSHOT_TOKENS * SNAPSHOT_TOKENS]
     if prompt > SNAPSHOT_TOKENS:
-        stops.append((prompt - 1) // LAST_BLOCK_TOKENS * LAST_BLOCK_TOKENS)
+        stops.append((prompt - max(1, generation_prompt)) // LAST_BLOCK_TOKENS * LAST_BLOCK_TOKENS)
     if shared:
         stops.append(prompt - 1)
     stop = max((stop for stop in stops if position < stop <= end), default=None)

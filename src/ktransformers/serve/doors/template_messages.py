@@ -3,8 +3,9 @@
 Templates differ in the system messages that they take: some want one at the beginning, some none, and some leave out a
 late one without an error. `candidates` yields the messages as they are, then with leading system messages joined and
 later ones as text of the user at their place, then with all of them as text of the user. Late ones stay where they are
-so that the prompt before them, which is cached, does not change. The first candidate is taken that the template renders
-with the text of every system message in it.
+so that the prompt before them, which is cached, does not change. Where the template takes no text between thinking and
+a call, the text joins the thinking. The first candidate is taken that the template renders with the text of every
+system message in it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,19 @@ from ktransformers.serve.doors.conversation import Call, Tool, Turn
 
 
 def candidates(turns: Sequence[Turn]) -> Iterator[list[dict[str, Any]]]:
+    yield from _system_candidates(turns)
+    if any(turn.text and turn.reasoning and turn.calls for turn in turns):
+        yield from _system_candidates([_text_as_reasoning(turn) for turn in turns])
+
+
+def _text_as_reasoning(turn: Turn) -> Turn:
+    """For templates that take either thinking or text before a call: gpt-oss'."""
+    if not (turn.text and turn.reasoning and turn.calls):
+        return turn
+    return replace(turn, reasoning=f"{turn.reasoning}\n\n{turn.text}", text="")
+
+
+def _system_candidates(turns: Sequence[Turn]) -> Iterator[list[dict[str, Any]]]:
     yield [_message(turn) for turn in turns]
     leading = list(takewhile(lambda turn: turn.role == "system", turns))
     rest = turns[len(leading) :]

@@ -124,6 +124,10 @@ class ResponseStream:
         finally:
             self.cancel()
 
+    def sampled(self, choice: int) -> list[int]:
+        """The tokens of a choice that has ended."""
+        return self._sequences[choice].new_tokens
+
     def cancel_choice(self, choice: int) -> None:
         """End one sequence; its last event is still to come."""
         self._engine.cancel(self._sequences[choice : choice + 1])
@@ -207,6 +211,7 @@ class DoorAnswer:
         assert prepared.chat is not None
         self.responses, self._prepared, self._request_id = responses, prepared, request_id
         self._logprob_format = LogprobFormat(service.tokenizer)
+        self._service = service
         self._parsers = [service.choice_parser(prepared) for _ in responses.answers]
         self._single_call = not prepared.chat.parallel_calls
         self._ended: set[int] = set()  # choices that ended before their sequence did
@@ -256,6 +261,10 @@ class DoorAnswer:
                 yield from self._emitter.finish(choice, Finish("stop"))
                 return
         if event.finish is not None:
+            if event.finish in ("stop", "length") and event.stop_string is None:
+                said, tokens = self._parsers[choice].turn(), self.responses.sampled(choice)
+                ended = event.finish == "stop"
+                self._service.remember(self._prepared, said, tokens, ended=ended, cached=event.cached)
             by_string = event.stop_string in self._prepared.stop_strings
             finish = Finish("stop_string", event.stop_string) if by_string else Finish(event.finish)
             yield from self._emitter.finish(choice, finish)

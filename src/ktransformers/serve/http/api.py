@@ -35,7 +35,7 @@ from ktransformers.serve.http.boundary import AccessRules, RequestBoundary
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.model_list import list_models
 from ktransformers.serve.http.page import page_document, page_headers
-from ktransformers.serve.http.prepare import PreparedRequest
+from ktransformers.serve.http.prepare import COUNT, PreparedRequest
 from ktransformers.serve.http.protocol import (
     CompletionRequest,
     DetokenizeRequest,
@@ -120,7 +120,7 @@ class Api:
         return await self._answer(request, prepared, functools.partial(DoorAnswer, door), door.media_type)
 
     async def count(self, door: Door, request: Request) -> Response:
-        prepared = await self._prepare(request, door.name)
+        prepared = await self._prepare(request, COUNT + door.name)
         assert door.count_document is not None
         if prepared is None:
             return Response(status_code=499)

@@ -1,5 +1,5 @@
 """One generated choice as answer events: its text through the parser of the family's format, without special tokens,
-and how many tokens were thinking.
+how many tokens were thinking, and all of it as a turn.
 """
 
 from __future__ import annotations
@@ -7,7 +7,16 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from ktransformers.serve.doors.answer_events import AnswerEvent, AnswerParser, ReasoningDelta, TextDelta
+from ktransformers.serve.doors.answer_events import (
+    AnswerEvent,
+    AnswerParser,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    ReasoningDelta,
+    TextDelta,
+)
+from ktransformers.serve.doors.conversation import Call, Turn
 from ktransformers.serve.scheduler.sequence import Event
 
 
@@ -16,6 +25,7 @@ class ChoiceParser:
         self._parser, self._special = parser, special
         self._tokens = 0  # whose text has come out
         self.reasoning_tokens = 0
+        self._said: list[AnswerEvent] = []
 
     def events(self, event: Event) -> list[AnswerEvent]:
         events = self._parser.feed(event.text) if event.text else []
@@ -25,7 +35,20 @@ class ChoiceParser:
             if isinstance(events[0], ReasoningDelta):
                 self.reasoning_tokens += event.tokens - self._tokens
             self._tokens = event.tokens
-        return [kept for one in events if (kept := self._without_special(one)) is not None]
+        events = [kept for one in events if (kept := self._without_special(one)) is not None]
+        self._said += [one for one in events if not isinstance(one, CallArguments)]
+        return events
+
+    def turn(self) -> Turn:
+        """What was said so far; arguments of calls are text."""
+        begun = [one for one in self._said if isinstance(one, CallBegin)]
+        ended = {one.index: one.arguments for one in self._said if isinstance(one, CallEnd)}
+        return Turn(
+            "assistant",
+            "".join(one.text for one in self._said if isinstance(one, TextDelta)),
+            "".join(one.text for one in self._said if isinstance(one, ReasoningDelta)),
+            tuple(Call(one.id, one.name, ended.get(one.index, "")) for one in begun),
+        )
 
     def _without_special(self, event: AnswerEvent) -> AnswerEvent | None:
         if self._special is None or not isinstance(event, TextDelta | ReasoningDelta):

@@ -40,6 +40,7 @@ def _lines(service: Service, requests: Counter[tuple[str, int]], restarts: int) 
         ("kt_graph_steps_total", "counter", "Forward passes replayed from a CUDA graph.", engine.replayed),
         ("kt_prompt_tokens_total", "counter", "Prompt tokens computed.", counts.prompt_tokens),
         ("kt_prompt_tokens_reused_total", "counter", "Prompt tokens found in the KV cache.", kv_cache.reused_tokens),
+        ("kt_sampled_answers_bytes", "gauge", "Answers that are remembered as sampled.", service.sampled_answers.bytes),
         ("kt_new_tokens_total", "counter", "Tokens generated.", counts.new_tokens),
         ("kt_preempted_total", "counter", "Sequences that were preempted.", engine.scheduler.preempted),
         ("kt_worker_restarts_total", "counter", "Processes preparing requests that were replaced.", restarts),
@@ -57,6 +58,10 @@ def _lines(service: Service, requests: Counter[tuple[str, int]], restarts: int) 
     yield "# HELP kt_finished_total Sequences by how they ended.\n# TYPE kt_finished_total counter\n"
     for finish, count in sorted(counts.finished.items()):
         yield f'kt_finished_total{{finish="{finish}"}} {count}\n'
+    yield "# HELP kt_conversation_prompts_total Answered prompts of conversations by how they continue.\n"
+    yield "# TYPE kt_conversation_prompts_total counter\n"
+    for prefix, count in sorted(service.prefixes.items()):
+        yield f'kt_conversation_prompts_total{{prefix="{prefix}"}} {count}\n'
     yield "# HELP kt_requests_total Requests by path and status.\n# TYPE kt_requests_total counter\n"
     for (path, status), count in sorted(requests.items()):
         yield f'kt_requests_total{{path="{path}",status="{status}"}} {count}\n'

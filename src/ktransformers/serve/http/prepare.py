@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,8 +31,21 @@ from ktransformers.serve.http.limits import (
     check_schema,
     too_many_tokens,
 )
+from ktransformers.serve.http.piece_tokenizer import PieceTokenizer
 from ktransformers.serve.http.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest, parse_body
+from ktransformers.serve.http.sampled_answers import (
+    PromptEnd,
+    Recall,
+    find_splices,
+    recall_nothing,
+    restore_reasoning,
+    turn_keys,
+)
 
+COUNT = "count:"  # before a door's name: only the prompt's tokens are counted, also those beyond the context
+# A prompt that is too long is counted up to so many times the limit: clients shorten it by what they are told.
+COUNTED_LIMITS = 4
+THOUGHT = "They say hello, so I say hello."  # of a conversation that shows what a template does with thinking
 MAX_IGNORED_FIELDS = 32  # of one request that are named
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
@@ -91,6 +106,7 @@ class PreparedChat:
     thinking: ThinkingBlock | None = None
     return_token_ids: bool = False
     echo: dict[str, Any] = field(default_factory=dict)  # of the door's own
+    prompt_end: PromptEnd | None = None  # None: the answer is not remembered
 
 
 @dataclass(frozen=True)
@@ -127,6 +143,7 @@ def common_length(first: str, second: str) -> int:
 class RequestPreparer:
     def __init__(self, tokenizer: Any, settings: PrepareSettings) -> None:
         self._tokenizer, self._settings = tokenizer, settings
+        self._pieces = PieceTokenizer(tokenizer)
         self._longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self._reserved = set(inspect.signature(type(tokenizer).apply_chat_template).parameters)
         # Text -> id of the tokens that llguidance does not match by their text: inside of a schema the text stands for
@@ -137,11 +154,17 @@ class RequestPreparer:
             if token.special or (token.content.startswith("<") and token.content.endswith(">"))
         }
 
-    def prepare(self, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]) -> PreparedRequest:
-        """`kind`: a door's name, completion, tokenize or detokenize; `templates`: chat templates by model name, of
-        adapters that have their own."""
-        if kind in DOOR_OF_NAME:
-            return self.chat(DOOR_OF_NAME[kind].parse(body), templates)
+    def prepare(
+        self,
+        kind: str,
+        body: bytes | bytearray,
+        templates: Mapping[str, ModelTemplate],
+        recall: Recall = recall_nothing,
+    ) -> PreparedRequest:
+        """`kind`: a door's name, that after `COUNT`, completion, tokenize or detokenize; `templates`: chat templates by
+        model name, of adapters that have their own; `recall`: what the server remembers of earlier answers."""
+        if (name := kind.removeprefix(COUNT)) in DOOR_OF_NAME:
+            return self.chat(DOOR_OF_NAME[name].parse(body), templates, recall, counts=name != kind)
         if kind == "completion":
             request, ignored = parse_body(body, CompletionRequest)
             return self.completion(request, self._check_ignored(ignored))
@@ -172,7 +195,15 @@ class RequestPreparer:
         prepared = self._prepared(generation, prompts, ignored)
         return replace(prepared, echo=echo, usage_in_stream=request.usage_in_stream)
 
-    def chat(self, request: ChatRequest, templates: Mapping[str, ModelTemplate]) -> PreparedRequest:
+    def chat(
+        self,
+        request: ChatRequest,
+        templates: Mapping[str, ModelTemplate],
+        recall: Recall = recall_nothing,
+        *,
+        counts: bool = False,
+    ) -> PreparedRequest:
+        """`counts`: nothing but the prompt is wanted, which may be longer than the context."""
         conversation, generation = request.conversation, request.generation
         limits = self._settings.limits
         ignored = self._check_ignored(request.ignored)
@@ -186,8 +217,12 @@ class RequestPreparer:
         self._check_tools(conversation)
         tools = () if conversation.tool_choice == "none" else conversation.tools
         conversation = replace(conversation, tools=tools)
-        rendered, prefix = self._render(conversation, template, answer_format)
-        prompt = self._encode(rendered, 1, special=False)
+        longest = self._settings.max_sequence_tokens
+        prompt, prefix, prompt_end = self._continue(
+            generation.model, conversation, template, answer_format, recall, sys.maxsize if counts else longest
+        )
+        if counts:
+            return PreparedRequest(None, (prompt,), 0)
         # A limit that the context does not reach is no error: clients ask for the most that a model may answer.
         left = max(1, self._settings.max_sequence_tokens - len(prompt.tokens))
         max_tokens = left if generation.max_tokens is None else min(generation.max_tokens, left)
@@ -204,8 +239,60 @@ class RequestPreparer:
             self._thinking_block(conversation.reasoning, answer_format, prefix, has_schema),
             generation.return_token_ids,
             request.echo,
+            prompt_end,
         )
         return replace(prepared, grammar=grammar, chat=chat)
+
+    def _continue(
+        self,
+        model: str | None,
+        conversation: Conversation,
+        template: ModelTemplate,
+        answer_format: AnswerFormat,
+        recall: Recall,
+        limit: int,
+    ) -> tuple[TokenizedPrompt, str, PromptEnd]:
+        """The prompt of fewer than `limit` tokens, with earlier answers as they were sampled; what it has of the
+        answer; and where that begins."""
+        turns = conversation.turns
+        keys = list(turn_keys(model or "", turns))
+        said = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
+        if conversation.continue_final_turn:
+            said.remove(len(turns) - 1)
+        known = recall([keys[index] for index in said]) if said else {}
+        answers = {index: known[keys[index]] for index in said if keys[index] in known}
+        dropped = any(one.reasoning and not turns[index].reasoning for index, one in answers.items())
+        if dropped and self._keeps_thinking(conversation, template, answer_format):
+            turns = restore_reasoning(turns, answers)
+        rendered, prefix = self._render(replace(conversation, turns=turns), template, answer_format)
+        splices, state, digest = find_splices(rendered, turns, conversation.tools, answers, self._pieces)
+        asked = max((index for index, turn in enumerate(turns) if turn.role in ("user", "system")), default=-1)
+        tokens, at, continued, border = array("i"), 0, 0, 0
+        try:
+            for splice in splices:
+                tokens += self._pieces.encode(rendered[at : splice.start], COUNTED_LIMITS * limit)
+                border = border if border or splice.turn < asked else len(tokens)
+                tokens += splice.answer.tokens
+                at, continued = splice.end, len(tokens)
+            tokens += self._pieces.encode(rendered[at:], COUNTED_LIMITS * limit)
+        except (UnicodeError, TypeError) as error:
+            raise ApiError(400, f"messages: given text that is no Unicode ({error})", param="messages") from error
+        if len(tokens) >= limit:
+            message = f"prompt is too long: {len(tokens)} tokens > {limit - 1} maximum"
+            raise ApiError(400, message, param="messages", code="context_length_exceeded")
+        begun = len(self._pieces.encode(prefix, limit))
+        border = max(0, (border or len(tokens)) - begun)
+        end = PromptEnd(keys[-1], len(rendered), digest, state, continued, begun, border)
+        return TokenizedPrompt(None, tuple(tokens) or (self._empty_prompt_token(),)), prefix, end
+
+    def _keeps_thinking(self, conversation: Conversation, template: ModelTemplate, answer_format: AnswerFormat) -> bool:
+        """Whether the template renders the thinking of earlier turns, however old they are."""
+        turns = (Turn("user", "Hello"), Turn("assistant", "Hello", THOUGHT), Turn("user", "Hello"))
+        try:
+            probe = replace(conversation, turns=turns, continue_final_turn=False)
+            return THOUGHT in self._render(probe, template, answer_format)[0]
+        except ApiError:
+            return False
 
     def _check_ignored(self, names: tuple[str, ...]) -> tuple[str, ...]:
         if names and self._settings.strict_fields:

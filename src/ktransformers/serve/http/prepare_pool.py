@@ -31,12 +31,15 @@ from ktransformers.serve.http.prepare import ModelTemplate, PreparedRequest, Pre
 from ktransformers.serve.http.prepare_worker import (
     GRAMMAR,
     LENGTHS,
+    RECALL,
+    answers_frame,
     error_of,
     frame_head,
     prepared_of,
     settings_document,
     templates_document,
 )
+from ktransformers.serve.http.sampled_answers import Recall, recall_nothing
 
 LOG = logger(__name__)
 LARGE_BODY_BYTES = 2**16
@@ -57,10 +60,16 @@ class PrepareWorker:
     """One process and its two pipes."""
 
     def __init__(
-        self, directory: str, settings: PrepareSettings, probe_tokens: list[int], *, runs_code: bool = False
+        self,
+        directory: str,
+        settings: PrepareSettings,
+        probe_tokens: list[int],
+        recall: Recall,
+        *,
+        runs_code: bool = False,
     ) -> None:
         self._directory, self._settings, self._probe_tokens = directory, settings, probe_tokens
-        self._runs_code = runs_code
+        self._recall, self._runs_code = recall, runs_code
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -79,7 +88,10 @@ class PrepareWorker:
     async def ask(
         self, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]
     ) -> tuple[dict[str, Any], bytes]:
-        return await self._exchange({"kind": kind, "templates": templates_document(templates)}, body)
+        answer, block = await self._exchange({"kind": kind, "templates": templates_document(templates)}, body)
+        if RECALL in answer:
+            return await self._exchange(*answers_frame(self._recall(answer[RECALL])))
+        return answer, block
 
     async def _exchange(self, document: dict[str, Any], body: bytes | bytearray) -> tuple[dict[str, Any], bytes]:
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
@@ -140,9 +152,10 @@ class PreparePool:
         *,
         workers: int = 2,
         seconds: float = 10.0,
+        recall: Recall = recall_nothing,
     ) -> None:
         self._tokenizer, self._settings, self._count, self._seconds = tokenizer, settings, workers, seconds
-        self._compiler = compiler
+        self._compiler, self._recall = compiler, recall
         self._compiling: dict[GrammarSource, asyncio.Task[None]] = {}
         self._compile_thread = ThreadPoolExecutor(1, "kt-grammar")
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -162,7 +175,8 @@ class PreparePool:
             probe_tokens = list(self._tokenizer(PROBE)["input_ids"])
             runs_code = type(self._tokenizer).__module__.startswith(REMOTE_MODULES)  # it was trusted when it was read
             self._workers = [
-                PrepareWorker(directory, self._settings, probe_tokens, runs_code=runs_code) for _ in range(self._count)
+                PrepareWorker(directory, self._settings, probe_tokens, self._recall, runs_code=runs_code)
+                for _ in range(self._count)
             ]
             try:
                 await asyncio.gather(*(worker.start() for worker in self._workers))

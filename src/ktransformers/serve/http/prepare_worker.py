@@ -1,7 +1,8 @@
 """A worker process of `prepare_pool`: `python -m ktransformers.serve.http.prepare_worker DIRECTORY`, where DIRECTORY
 holds the server's tokenizer. The first frame has the settings and a probe text and is answered with the probe's tokens;
 every further frame is a request and is answered with a prepared request or an error, or a grammar and is answered with
-the bytes that it takes when it is compiled. The process ends with its stdin.
+the bytes that it takes when it is compiled. Before a worker answers a request, it may ask once for answers that the
+server remembers, by their keys. The process ends with its stdin.
 
 Stdout carries frames, so whatever a library prints goes to stderr. The process has a lower priority than the server,
 whose loop and streams come first when cores are few, and a limit of memory. One that has grown large ends after its
@@ -15,6 +16,7 @@ the server decodes no more JSON than a prepared request has.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import resource
@@ -23,7 +25,7 @@ import struct
 import sys
 import traceback
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,9 +43,11 @@ from ktransformers.serve.http.prepare import (
     ThinkingBlock,
     TokenizedPrompt,
 )
+from ktransformers.serve.http.sampled_answers import PromptEnd, Recall, SampledAnswer, recall_nothing
 
 GRAMMAR = "grammar"  # the kind of a frame whose body is a GrammarSource
 LENGTHS = struct.Struct("<II")  # of the document and of the block
+RECALL = "recall"  # of a document: keys of answers that the worker asks for
 MEMORY_BYTES = 4 * 2**30
 RECYCLE_BYTES = 2**29  # resident memory after which a process is replaced
 NICENESS = 5
@@ -68,12 +72,13 @@ def serve_frames(source: BinaryIO, output: BinaryIO, directory: str, *, trust_re
     settings = settings_of(document["settings"])
     preparer, compiler = RequestPreparer(tokenizer, settings), GrammarCompiler(tokenizer, settings.vocabulary)
     write_frame(output, {"tokens": tokenizer(document["probe"])["input_ids"]}, b"")
+    recall = functools.partial(recall_through, source, output)
     while True:
         try:
             document, body = read_frame(source)
         except EOFError:
             return
-        reply, block = answer(preparer, compiler, document, body)
+        reply, block = answer(preparer, compiler, document, body, recall)
         last = resident_bytes() > RECYCLE_BYTES
         write_frame(output, reply | {"last": last}, block)
         if last:
@@ -81,13 +86,17 @@ def serve_frames(source: BinaryIO, output: BinaryIO, directory: str, *, trust_re
 
 
 def answer(
-    preparer: RequestPreparer, compiler: GrammarCompiler, document: dict[str, Any], body: bytes
+    preparer: RequestPreparer,
+    compiler: GrammarCompiler,
+    document: dict[str, Any],
+    body: bytes,
+    recall: Recall = recall_nothing,
 ) -> tuple[dict[str, Any], bytes]:
     templates = templates_of(document["templates"])
     try:
         if document["kind"] == GRAMMAR:
             return {"bytes": compiler.measure(GrammarSource(*json.loads(body)))}, b""
-        return prepared_frame(preparer.prepare(str(document["kind"]), body, templates))
+        return prepared_frame(preparer.prepare(str(document["kind"]), body, templates, recall))
     except ApiError as error:
         return error_frame(error)
     except BaseException as error:  # a function of the request alone: whatever fails, the request is the reason
@@ -111,6 +120,29 @@ def write_frame(output: BinaryIO, document: dict[str, Any], block: bytes) -> Non
     output.write(frame_head(document, len(block)))
     output.write(block)
     output.flush()
+
+
+def recall_through(source: BinaryIO, output: BinaryIO, keys: Sequence[str]) -> dict[str, SampledAnswer]:
+    """Ask the server for remembered answers."""
+    write_frame(output, {RECALL: keys}, b"")
+    return answers_of(*read_frame(source))
+
+
+def answers_frame(answers: Mapping[str, SampledAnswer]) -> tuple[dict[str, Any], bytes]:
+    document = {
+        key: {**vars(one), "tokens": len(one.tokens), "arguments": list(one.arguments)} for key, one in answers.items()
+    }
+    return document, b"".join(one.tokens.tobytes() for one in answers.values())
+
+
+def answers_of(document: dict[str, Any], block: bytes) -> dict[str, SampledAnswer]:
+    numbers = array("i")
+    numbers.frombytes(block)
+    answers, at = {}, 0
+    for key, fields in document.items():
+        tokens, at = numbers[at : at + fields["tokens"]], at + fields["tokens"]
+        answers[key] = SampledAnswer(**fields | {"tokens": tokens, "arguments": tuple(fields["arguments"])})
+    return answers
 
 
 def resident_bytes() -> int:
@@ -176,7 +208,8 @@ def chat_of(document: dict[str, Any]) -> PreparedChat:
     if thinking is not None:
         thinking = ThinkingBlock(**thinking | {"open": tuple(thinking["open"]), "close": tuple(thinking["close"])})
     tools = tuple(Tool(**tool) for tool in document["tools"])
-    return PreparedChat(**document | {"tools": tools, "thinking": thinking})
+    end = None if document["prompt_end"] is None else PromptEnd(**document["prompt_end"])
+    return PreparedChat(**document | {"tools": tools, "thinking": thinking, "prompt_end": end})
 
 
 def error_frame(error: ApiError, unexpected: str = "") -> tuple[dict[str, Any], bytes]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable, Mapping
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ktransformers.ground.errors import InputError
 from ktransformers.serve.cache.cache_kinds import bytes_by_kind, describe_tier
-from ktransformers.serve.doors.conversation import ChatRequest
+from ktransformers.serve.doors.conversation import ChatRequest, Turn
 from ktransformers.serve.formats import AnswerFormat
 from ktransformers.serve.http.choice_parser import ChoiceParser
 from ktransformers.serve.http.error import ApiError
@@ -27,11 +29,15 @@ from ktransformers.serve.http.prepare import ModelTemplate, PreparedRequest, Pre
 from ktransformers.serve.http.prepare_pool import PreparePool
 from ktransformers.serve.http.protocol import CompletionRequest
 from ktransformers.serve.http.registry import Registry, UnknownModel
+from ktransformers.serve.http.sampled_answers import SampledAnswer, SampledAnswers, turn_keys
 from ktransformers.serve.sampling.sampling import Sampling
 from ktransformers.serve.scheduler.engine import ServeEngine
 from ktransformers.serve.scheduler.lora import LoadedAdapter
 from ktransformers.serve.scheduler.sequence import GenerationRequest, Grammar
 
+# Tokens before the end of the last answer that are computed again though nothing was evicted: a recurrent state is kept
+# at a border of blocks.
+MAX_COMPUTED_AGAIN = 64
 VENDOR_MODELS = ("claude-", "gpt-")
 
 
@@ -91,6 +97,8 @@ class Service:
         self.vocabulary = int(engine.forward.model.get_input_embeddings().weight.shape[0])
         self.defaults = GenerationDefaults.of(getattr(engine.forward.model, "generation_config", None), tokenizer)
         self.grammar_compiler = GrammarCompiler(tokenizer, self.vocabulary)
+        self.sampled_answers = SampledAnswers()
+        self.prefixes: Counter[str] = Counter()  # prompts of conversations by what became of the turn before
         self._template = template
         self.kv_bytes_per_token = kv_bytes_per_token  # of keys and values
         self.attention_backend = ""  # of new tokens: core, triton or torch
@@ -151,8 +159,34 @@ class Service:
 
     def make_pool(self) -> PreparePool:
         options = self.prepare_options
-        settings, compiler = self.prepare_settings, self.grammar_compiler
-        return PreparePool(self.tokenizer, settings, compiler, workers=options.workers, seconds=options.seconds)
+        return PreparePool(
+            self.tokenizer,
+            self.prepare_settings,
+            self.grammar_compiler,
+            workers=options.workers,
+            seconds=options.seconds,
+            recall=self.sampled_answers.find,
+        )
+
+    @functools.cached_property
+    def _added_tokens(self) -> dict[int, str]:
+        return {number: token.content for number, token in self.tokenizer.added_tokens_decoder.items()}
+
+    def remember(
+        self, prepared: PreparedRequest, said: Turn, tokens: Sequence[int], *, ended: bool, cached: int
+    ) -> None:
+        """The answer to a conversation is complete. `tokens`: sampled ones, the last of which is its end if it `ended`;
+        `cached`: of the prompt."""
+        start = None if prepared.chat is None else prepared.chat.prompt_end
+        if start is None or not tokens:
+            return
+        lost = start.continuation == "continued" and cached < start.continued_tokens - MAX_COMPUTED_AGAIN
+        self.prefixes["evicted" if lost else start.continuation] += 1
+        sampled, end = (tokens[:-1], self._added_tokens.get(tokens[-1], "")) if ended else (tokens, "")
+        (key,) = turn_keys(start.key, [said])
+        arguments = tuple(str(call.arguments) for call in said.calls)
+        answer = SampledAnswer(start.characters, start.digest, array("i", sampled), end, said.reasoning, arguments)
+        self.sampled_answers.add(key, answer)
 
     @functools.cached_property
     def preparer(self) -> RequestPreparer:
@@ -208,6 +242,7 @@ class Service:
         adapter = self.find(prepared.model)
         grammar: Callable[[], Grammar] | None = None
         chat = prepared.chat
+        start = None if chat is None else chat.prompt_end
         if prepared.grammar is not None:
             try:
                 compiled = self.grammar_compiler.compile(prepared.grammar)
@@ -230,6 +265,8 @@ class Service:
             logprobs=prepared.logprobs,
             prompt_logprobs=prepared.echo and prepared.logprobs is not None,
             grammar=grammar,
+            generation_prompt=0 if start is None else start.generation_prompt,
+            border=0 if start is None else start.border,
             request_id=request_id,
             deadline=None if self.timeout is None else time.monotonic() + self.timeout,
         )

@@ -185,7 +185,7 @@ class Scheduler:
         if self._snapshots:
             prompt = len(sequence.request.prompt)
             shared = end >= prompt > first and any(one.shares_prompt_with is sequence for one in self.waiting)
-            end, snapshot = next_chunk_end(first, end, prompt, shared)
+            end, snapshot = next_chunk_end(first, end, prompt, shared, sequence.request.generation_prompt)
         return TokenRange(sequence, first, end, snapshot)
 
     def _reserve(self, sequence: Sequence) -> bool:

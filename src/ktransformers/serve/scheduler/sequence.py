@@ -61,6 +61,8 @@ class GenerationRequest:
     prompt_logprobs: bool = False
     grammar: Callable[[], Grammar] | None = None
     deadline: float | None = None  # time.monotonic()
+    generation_prompt: int = 0  # tokens at the end of a chat's prompt that begin the answer
+    border: int = 0  # prompt tokens before which the next prompt of the conversation does not diverge; 0: not known
     request_id: str = ""  # of the HTTP request, for the log
 
 

@@ -48,6 +48,7 @@ class SequenceCache:
         slot = sequence.slot = self._kv_cache.allocate(sequence.owner, sequence.tokens, scores)
         if slot is None:
             return False
+        slot.snapshots.border = sequence.request.border
         if self.tiers is not None:
             slot.root = self.tiers.root_of(sequence.request.adapter)
             if sequence.fetch is not None:
