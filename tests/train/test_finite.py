@@ -75,9 +75,7 @@ def test_nan_loss_stops_the_run(poisoned: Path, tmp_path: Path, stage: str, more
 
 
 def test_a_tensor_of_the_base_is_named(poisoned: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        NotFiniteError, match=r"; model\.embed_tokens\.weight of the base has NaN or infinite"
-    ):
+    with pytest.raises(NotFiniteError, match=r"; model\.embed_tokens\.weight of the base has NaN or infinite"):
         run(keys_of(poisoned, tmp_path, "sft"))
 
 
