@@ -159,7 +159,7 @@ def test_nothing_is_asked_without_a_terminal(home: Path) -> None:
         assert done.returncode in (1, 2) and done.stdout == "", verb
         assert done.stderr.startswith("kt: ") and done.stderr.count("\n") == 1, (verb, done.stderr)
     with start(home, "plan", "--json") as session:
-        assert session.wait() == 1 and "given nothing" in session.text
+        assert session.wait() == 2 and "given nothing" in session.text
 
 
 def test_given_arguments_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

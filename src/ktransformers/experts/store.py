@@ -293,8 +293,8 @@ class ExpertStore:
     def memory(self) -> dict[str, Tensor]:
         """The packed bytes "gate_up" and "down", and the biases if any ("gate_up_bias", "down_bias").
 
-        They are read-only views that keep the memory alive; if the experts were packed on more than one NUMA node,
-        copies in the layout of one node.
+        They are views to read, though torch and DLPack refuse no writes, and keep the memory alive; if the experts were
+        packed on more than one NUMA node, copies in the layout of one node.
         """
         return {name: read_only_tensor(array) for name, array in self._experts.memory().items()}
 
