@@ -11,6 +11,7 @@ pytest.importorskip("trl")
 pytest.importorskip("uvicorn")
 
 
+@pytest.mark.slow
 def test_turns_compute_what_is_new(run_bench: Callable[..., tuple[list[str], dict[str, Any]]]) -> None:
     options = ["--templates", "gptoss", "--recurrent", "qwen3_6", "--drops", "", "--turns", "5", "--task", "3"]
     _, document = run_bench("sessions", *options, "--history", "")
