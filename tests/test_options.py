@@ -33,6 +33,8 @@ SAMPLES: dict[str, Any] = {
     "--lora-paths": "a=b",
     "--kv-disk-gb": "3 --kv-disk X",
     "--max-schema-depth": "7",
+    "--tool-call-parser": "glm45",
+    "--reasoning-parser": "qwen3",
     "--max-total-tokens": "77",
     "--max-body-bytes": "2048",
     "--kt-place": "stream",

@@ -59,7 +59,9 @@ if TYPE_CHECKING:
 
 LOG = logger(__name__)
 LogLine = Callable[[str], None]
-MOST_RUNNING = 256  # sequences in a batch, unless the line says otherwise
+# Sequences in a batch, unless the line says otherwise: beyond the largest captured size a GPU computes eagerly, and
+# families whose sequences are computed one at a time gain nothing from a larger batch.
+MOST_RUNNING, MOST_RUNNING_ALONE = 256, 16
 FULL_LENGTH = 16  # sequences of full length that the KV cache has room for, where memory allows
 STATE_SHARE = 0.25  # of the memory for the KV cache, for states of sequences
 
@@ -208,10 +210,13 @@ def _make_engine(
 ) -> tuple[ServeEngine, int]:
     """The engine with its KV cache and tiers, and the bytes of the cache when it is full."""
     context = launch.context_length or max_positions(forward.model.config)
-    running = launch.max_running_requests or MOST_RUNNING
+    running = launch.max_running_requests or _most_running(launch, forward, device)
     if launch.max_running_requests is None and forward.bytes_per_sequence:
         free = cache_tokens(forward.model, launch, device, kv_bytes_per_token, 0) * kv_bytes_per_token
-        running = max(FULL_LENGTH, min(running, int(STATE_SHARE * free) // (2 * forward.bytes_per_sequence)))
+        fitting = int(STATE_SHARE * free) // (2 * forward.bytes_per_sequence)
+        if launch.max_total_tokens is not None:
+            fitting = min(fitting, launch.max_total_tokens // CAPACITY_BLOCK)
+        running = max(FULL_LENGTH, min(running, fitting))
     state_bytes = 2 * running * forward.bytes_per_sequence  # of running ones, and copies
     capacity = cache_tokens(forward.model, launch, device, kv_bytes_per_token, state_bytes)
     full_length = launch.max_running_requests or FULL_LENGTH
@@ -235,6 +240,12 @@ def _make_engine(
         engine.attach_tiers(tiers)
     engine.memory_advice = memory_advice(launch, plan, tokens, cache_bytes)
     return engine, cache_bytes + state_bytes
+
+
+def _most_running(launch: Launch, forward: Forward | SequentialForward, device: str) -> int:
+    if launch.deterministic or not forward.batched:
+        return MOST_RUNNING_ALONE
+    return MOST_RUNNING if device == "cpu" or launch.disable_cuda_graph else launch.cuda_graph_max_bs
 
 
 def _open_registry(

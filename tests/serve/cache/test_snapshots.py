@@ -39,6 +39,7 @@ def test_chunks_end_where_a_copy_is_made() -> None:
     assert next_chunk_end(1280, 1347, 1347, False, 4) == (1280 + 67, False)  # 1344 is behind the generation prompt's
     assert next_chunk_end(1200, 1347, 1347, False, 4) == (1280, True)  # beginning, so the copy is made before
     assert next_chunk_end(1200, 1348, 1348, False, 4) == (1344, True)
+    assert next_chunk_end(0, 1030, 1030, False, 10) == (960, True)  # 1024 is behind it, too
     assert next_chunk_end(0, 2048, 4000, False) == (2048, True)  # one copy in a long chunk
     assert next_chunk_end(0, 100, 100, True) == (99, True)  # others compute its last token again
     assert next_chunk_end(99, 100, 100, True) == (100, False)

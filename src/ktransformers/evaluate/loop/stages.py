@@ -23,7 +23,8 @@ from ktransformers.ground.packages import require_extra
 
 SERVER = "SERVER"
 BASE_NAME = "base"  # model name of the base in requests
-DEFAULT_RUNNING = 256  # of `kt serve --max-running-requests`, where memory allows
+# Sequences that a server computes at once on every machine, without `max_running_requests`.
+ALWAYS_RUNNING = 16
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 
@@ -276,7 +277,7 @@ def serve_arguments(loop: Loop, paths: RunPaths, port: int, runs: Sequence[Loop]
     arguments += _expert_flags("--kt-weight-path", loop, paths)
     batch = str(loop.eval.options.get("batch_size", loop.eval.options.get("batch-size", "")))
     judged_at_once = int(batch) if loop.eval.tasks and batch.isdigit() else 0
-    options = {"max_running_requests": judged_at_once} if judged_at_once > DEFAULT_RUNNING else {}
+    options = {"max_running_requests": judged_at_once} if judged_at_once > ALWAYS_RUNNING else {}
     options |= {key.replace("-", "_"): value for key, value in loop.serve.items()}
     return [*arguments, "--host", "127.0.0.1", "--port", str(port), *to_flags(options)]
 

@@ -45,7 +45,8 @@ class ServingOptions:
     max_running_requests: int | None = option(
         None,
         "--max-running-requests",
-        "sequences in a batch, at most; default: as many as the KV cache has room for, up to 256",
+        "sequences in a batch, at most; default: as many as the KV cache has room for, up to 256 on a CPU and "
+        "--cuda-graph-max-bs on a GPU",
         ge=1,
     )
     max_queued_requests: int = option(
@@ -54,7 +55,8 @@ class ServingOptions:
     chunked_prefill_size: int | None = option(
         None,
         "--chunked-prefill-size",
-        "prompt tokens in one step, at most; -1: no limit; default: as many as the plan has memory for, up to 8192",
+        "prompt tokens in one step, at most; -1: no limit; default: on a CPU as many as the plan has memory for, up to "
+        "4096; on a GPU 512",
         keys="chunk_size",
     )
     context_length: int | None = option(

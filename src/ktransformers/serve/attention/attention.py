@@ -41,6 +41,8 @@ from ktransformers.serve.scheduler.lora import LinearLora, LoadedAdapter
 
 ATTENTION_NAME = "kt_slots"
 CORE_DTYPES = (torch.bfloat16, torch.float32)  # of keys and values that the core supports
+# Scores that are computed at once where torch has no fused kernel for them.
+MOST_SCORES = 2**26
 HEAD_SIZE_MULTIPLE = 16  # of d and dv that the core supports
 # Arguments that models pass and that change nothing here. Any other argument that is set is refused, because ignoring
 # it would give wrong results.
@@ -322,7 +324,25 @@ def _attend_in_torch(
 ) -> Tensor:
     if sinks is None and not spec.softcap:
         return _sdpa(query, keys, values, spec.scale, offset, window)
-    return _attention_with_softcap_or_sinks(query, keys, values, spec.scale, offset, window, spec.softcap, sinks)
+    rows, block = query.shape[1], max(1, MOST_SCORES // (query.shape[0] * keys.shape[1]))
+    parts = []
+    for start in range(0, rows, block):
+        # A block of queries needs no keys behind its last one.
+        end = min(start + block, rows)
+        seen = slice(0, offset + end)
+        parts.append(
+            _attention_with_softcap_or_sinks(
+                query[:, start:end],
+                keys[:, seen],
+                values[:, seen],
+                spec.scale,
+                offset + start,
+                window,
+                spec.softcap,
+                sinks,
+            )
+        )
+    return torch.cat(parts, dim=1)
 
 
 def _core_decodes(query: Tensor, value: Tensor, softcap: float | None) -> bool:

@@ -70,9 +70,12 @@ def next_chunk_end(position: int, end: int, prompt: int, shared: bool, generatio
 
     The prompt has `prompt` tokens, the last `generation_prompt` of which templates write otherwise in history.
     `shared`: other sequences wait to copy it, and compute its last token only."""
+    last = prompt - max(1, generation_prompt)
     stops = [end // SNAPSHOT_TOKENS * SNAPSHOT_TOKENS]
+    if generation_prompt and last < stops[0] <= prompt:
+        stops[0] -= SNAPSHOT_TOKENS  # the next prompt diverges before it
     if prompt > SNAPSHOT_TOKENS:
-        stops.append((prompt - max(1, generation_prompt)) // LAST_BLOCK_TOKENS * LAST_BLOCK_TOKENS)
+        stops.append(last // LAST_BLOCK_TOKENS * LAST_BLOCK_TOKENS)
     if shared:
         stops.append(prompt - 1)
     stop = max((stop for stop in stops if position < stop <= end), default=None)

@@ -26,10 +26,10 @@ import sys
 import traceback
 from array import array
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from ktransformers.ground.errors import is_panic
+from ktransformers.ground.system import resident_bytes
 from ktransformers.serve.doors.conversation import Tool
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.grammar_source import GrammarCompiler, GrammarSource
@@ -143,10 +143,6 @@ def answers_of(document: dict[str, Any], block: bytes) -> dict[str, SampledAnswe
         tokens, at = numbers[at : at + fields["tokens"]], at + fields["tokens"]
         answers[key] = SampledAnswer(**fields | {"tokens": tokens, "arguments": tuple(fields["arguments"])})
     return answers
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def frame_head(document: dict[str, Any], block_bytes: int) -> bytes:

@@ -207,8 +207,7 @@ class ServeEngine:
         if results is not None:
             self._commit(batch, chunks, draw_together([scheduled.sequence for scheduled in batch], results))
             seconds = time.monotonic() - started
-            if self.forward.device.type == "cpu" or all(result is not None for result in results):
-                self.scheduler.learn(batch, seconds)  # otherwise the device may still be computing
+            self.scheduler.learn(batch, seconds)
             self.counts.steps += 1
             self.counts.busy_seconds += seconds
         if not batch or not self.running:
@@ -233,6 +232,9 @@ class ServeEngine:
         """The forward pass; None: memory ran out, and one sequence was ended for it."""
         try:
             results = self._forward(chunks)
+            if self.forward.device.type == "cuda" and all(result is None for result in results):
+                # No token was read, so the device may still be computing, and the step's time would be the next one's.
+                torch.cuda.synchronize(self.forward.device)
             self.raise_launched()
             for chunk in chunks:
                 if chunk.takes_snapshot:
@@ -244,7 +246,8 @@ class ServeEngine:
             self._drop_ahead()
             largest = max(reversed(batch), key=lambda scheduled: scheduled.end - scheduled.first)
             self._end_for_memory(largest.sequence, error, largest.end - largest.first)
-        for scheduled, chunk in zip(batch, chunks, strict=True):
+        # The first of the batch is the head of the queue again.
+        for scheduled, chunk in reversed(list(zip(batch, chunks, strict=True))):
             if chunk.slot.states or chunk.slot.hf_cache is not None:  # which may have advanced beyond its tokens
                 self.kv_cache.discard(chunk.slot)
                 if scheduled.sequence.slot is chunk.slot:

@@ -23,9 +23,12 @@ from ktransformers.serve.cache.snapshots import next_chunk_end
 from ktransformers.serve.scheduler.sequence import Sequence
 from ktransformers.serve.scheduler.step_costs import FIRST_CHUNK, StepCosts
 
-OLDEST_SHARE = 0.25  # of a step's time for prompts, for the prompt that has waited for the most steps
-MIN_CHUNK = 32  # tokens of the prompts in a step, however slow they are
-PREEMPTED_MARGIN = 64  # tokens that each running sequence may grow by before a preempted one is admitted again
+# The share of a step's time for prompts that the prompt has which has waited for the most steps.
+OLDEST_SHARE = 0.25
+# Prompt tokens of a step, however slow they are.
+MIN_CHUNK = 32
+# Tokens that each running sequence may grow by before a preempted one is admitted again.
+PREEMPTED_MARGIN = 64
 
 
 @dataclass(frozen=True)

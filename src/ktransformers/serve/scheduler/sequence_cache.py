@@ -43,6 +43,8 @@ class SequenceCache:
 
     def allocate(self, sequence: Sequence) -> bool:
         """Give the sequence a slot with everything of it that is cached; False: no capacity now."""
+        if not self.has_room(len(sequence.tokens)):
+            return False
         scores = (sequence.request.logprobs or 0) if sequence.request.prompt_logprobs else None
         self._settle()
         slot = sequence.slot = self._kv_cache.allocate(sequence.owner, sequence.tokens, scores)

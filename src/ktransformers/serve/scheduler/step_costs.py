@@ -40,8 +40,9 @@ class StepCosts:
         """A step with these (first position, tokens) took so long."""
         listed = list(ranges)
         if all(count == 1 for _, count in listed):
+            # A step that compiles, captures or reads pages takes long once: the mean rises slowly and falls at once.
             known = self.decode_seconds or seconds
-            self.decode_seconds = DECODE_FADE * known + (1 - DECODE_FADE) * min(seconds, 4 * known)
+            self.decode_seconds = min(seconds, DECODE_FADE * known + (1 - DECODE_FADE) * min(seconds, 4 * known))
             return
         pairs = sum(pairs_of(first, count) for first, count in listed)
         equation = np.array([1.0, sum(count for _, count in listed), pairs]) / UNITS / max(seconds, 1e-6)
