@@ -56,7 +56,8 @@ class GrammarCompiler:
         self.compilations = 0
 
     def __contains__(self, source: GrammarSource) -> bool:
-        return source in self._compiled
+        cached = self._compiled.get(source)
+        return cached is not None and cached.matcher.done()
 
     @property
     def cached_bytes(self) -> int:

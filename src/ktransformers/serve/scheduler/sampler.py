@@ -1,5 +1,5 @@
-"""The next tokens of the sequences of a step, from its logits. Sequences sampled from their logits as these are, are
-drawn together; penalties, biases and grammars change a row, one sequence after the other."""
+"""The next tokens of the sequences of a step, from its logits. Rows that nothing changes are drawn together. A row that
+penalties, biases or a grammar change is drawn by itself."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class Scheduler:
         by_length = sorted(prompts, key=lambda sequence: sequence.uncomputed)
         tokens, seconds = limit, math.inf
         if not decoding:
-            tokens = costs.tokens_alone(by_length[0].computed, limit)
+            tokens = costs.tokens_alone(max(sequence.computed for sequence in prompts), limit)
         elif costs.known:
             seconds = costs.prompt_seconds()
         else:

@@ -1,5 +1,5 @@
 """What a sequence gets of the KV cache: a slot with as much of its tokens as is cached, from other slots or from lower
-tiers. Today's form of the capacity that the scheduler reserves."""
+tiers. It is the `Capacity` that the scheduler reserves."""
 
 from __future__ import annotations
 
