@@ -21,7 +21,6 @@ from ktransformers.serve.doors.conversation import Call, Turn
 from ktransformers.serve.formats.parser import TextParser
 from ktransformers.serve.scheduler.sequence import Event
 
-
 LOG = logger(__name__)
 
 

@@ -36,6 +36,7 @@ from ktransformers.serve.http.protocol import CompletionRequest, DetokenizeReque
 from ktransformers.serve.http.sampled_answers import (
     PromptEnd,
     Recall,
+    dropped_reasoning,
     find_splices,
     recall_nothing,
     restore_reasoning,
@@ -258,14 +259,20 @@ class RequestPreparer:
         keys = list(turn_keys(model or "", turns))
         said = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
         if conversation.continue_final_turn:
-            said.remove(len(turns) - 1)
+            said = [index for index in said if index != len(turns) - 1]
         known = recall([keys[index] for index in said]) if said else {}
         answers = {index: known[keys[index]] for index in said if keys[index] in known}
-        dropped = any(one.reasoning and not turns[index].reasoning for index, one in answers.items())
-        if dropped and self._keeps_thinking(conversation, template, answer_format):
-            turns = restore_reasoning(turns, answers)
-        rendered, prefix = self._render(replace(conversation, turns=turns), template, answer_format)
-        splices, state, digest = find_splices(rendered, turns, conversation.tools, answers, self._pieces)
+        restored = dropped_reasoning(turns, conversation.tools, answers)
+        if restored and not self._keeps_thinking(conversation, template, answer_format):
+            restored = {}
+        while True:
+            turns = restore_reasoning(conversation.turns, restored)
+            rendered, prefix = self._render(replace(conversation, turns=turns), template, answer_format)
+            splices, state, digest = find_splices(rendered, turns, conversation.tools, answers, self._pieces)
+            if not (foreign := restored.keys() - {splice.turn for splice in splices}):
+                break
+            # What follows thinking that is not this conversation's was rendered with it.
+            restored = {index: text for index, text in restored.items() if index < min(foreign)}
         asked = max((index for index, turn in enumerate(turns) if turn.role in ("user", "system")), default=-1)
         tokens, at, continued, border = array("i"), 0, 0, 0
         try:
@@ -308,9 +315,13 @@ class RequestPreparer:
         if max_tokens is None:
             max_tokens = max(1, self._settings.max_sequence_tokens - longest)
         self._check_length(longest, max_tokens)
-        for token in generation.logit_bias:
-            if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < self._settings.vocabulary):
-                raise ApiError(400, f"logit_bias: given {token!r}, expected a token's number", param="logit_bias")
+        vocabulary = self._settings.vocabulary
+        for number in generation.logit_bias:
+            if not (number.isascii() and number.isdigit() and len(number) < 10 and int(number) < vocabulary):
+                raise ApiError(400, f"logit_bias: given {number!r}, expected a token's number", param="logit_bias")
+        if generation.stop_tokens and (token := max(generation.stop_tokens)) >= vocabulary:
+            message = f"stop_token_ids: given token {token}, expected less than {vocabulary}"
+            raise ApiError(400, message, param="stop_token_ids")
         logprobs = generation.logprobs
         return PreparedRequest(
             model=generation.model,
@@ -318,7 +329,7 @@ class RequestPreparer:
             max_tokens=max_tokens,
             n=generation.n,
             stream=generation.stream,
-            logprobs=None if logprobs is None else min(logprobs, self._settings.vocabulary),
+            logprobs=None if logprobs is None else min(logprobs, vocabulary),
             sampling=generation.sampling,
             logit_bias=generation.logit_bias,
             stop_strings=generation.stop_strings,
