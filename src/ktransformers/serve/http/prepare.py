@@ -95,6 +95,7 @@ class ThinkingBlock:
     close: tuple[int, ...]
     begun: bool  # the prompt has opened it
     budget: int | None = None  # tokens
+    in_grammar: bool = False  # the answer's grammar has the block in it
 
 
 @dataclass(frozen=True)
@@ -232,12 +233,11 @@ class RequestPreparer:
         # With `auto` the schema is what the client asked for; a call would not follow it.
         if grammar is None or (conversation.tool_choice == "auto" and prepared.grammar is not None):
             grammar = prepared.grammar
-        has_schema = grammar is not None and grammar.kind == "json_schema"
         chat = PreparedChat(
             prefix,
             tools,
             conversation.parallel_calls,
-            self._thinking_block(conversation.reasoning, answer_format, prefix, has_schema),
+            self._thinking_block(conversation.reasoning, answer_format, prefix, grammar),
             generation.return_token_ids,
             request.echo,
             prompt_end,
@@ -444,16 +444,18 @@ class RequestPreparer:
         return GrammarSource("lark", grammar)
 
     def _thinking_block(
-        self, reasoning: Reasoning, answer_format: AnswerFormat, prefix: str, has_schema: bool
+        self, reasoning: Reasoning, answer_format: AnswerFormat, prefix: str, grammar: GrammarSource | None
     ) -> ThinkingBlock | None:
         marks = answer_format.thinking
         begun = answer_format.opens_thinking(prefix)
+        has_schema = grammar is not None and grammar.kind == "json_schema"
         if marks is None or (reasoning.budget is None and not (begun and has_schema)):
             return None
         opens, closes = (
             self._tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in (marks.open, marks.close)
         )
-        return ThinkingBlock(tuple(opens), tuple(closes), begun, reasoning.budget)
+        in_grammar = grammar is not None and grammar.kind == "lark"
+        return ThinkingBlock(tuple(opens), tuple(closes), begun, reasoning.budget, in_grammar)
 
     def _render(
         self, conversation: Conversation, template: ModelTemplate, answer_format: AnswerFormat
