@@ -352,6 +352,26 @@ def test_stop_tokens_beyond_the_vocabulary_are_refused() -> None:
         prepared_text(KEEPS, body)
 
 
+def test_answers_that_go_on_behind_their_end_are_not_remembered(served: RunningServer) -> None:
+    service = served.service
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "ignore_eos": True}).encode()
+    prepared = service.preparer.prepare("chat", body, {})
+    known = len(service.sampled_answers)
+    service.remember(prepared, Turn("assistant", "b"), [5, 2, 6], ended=False, cached=0)
+    assert len(service.sampled_answers) == known
+
+
+@pytest.mark.parametrize("schema", [{"properties": ["a"]}, {"properties": {"a": {"enum": 5, "type": "string"}}}])
+def test_strict_tools_with_odd_schemas_are_refused(schema: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "edit", "parameters": schema, "strict": True}}
+    preparer = RequestPreparer(
+        byte_tokens(), PrepareSettings(len(byte_tokens()), 4096, template=KEEPS, tool_call_parser="qwen3_coder")
+    )
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}], "tools": [tool]}).encode()
+    with pytest.raises(ApiError, match="tools: given parameters that are no JSON schema"):
+        preparer.prepare("chat", body, {})
+
+
 def test_prompts_that_are_too_long_are_counted(served: RunningServer) -> None:
     service = served.service
     body = json.dumps({"messages": [{"role": "user", "content": "sea " * 600}]}).encode()

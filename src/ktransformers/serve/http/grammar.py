@@ -42,7 +42,8 @@ class ThinkingLimit:
     def __init__(self, block: ThinkingBlock, grammar: Callable[[], Grammar] | None, end_tokens: frozenset[int]) -> None:
         self._block, self._end_tokens = block, sorted(end_tokens)
         made = grammar() if grammar is not None else None
-        self._whole, self._following = (made, None) if block.in_grammar else (None, made)
+        self._whole = made if block.in_grammar else None
+        self._following = None if block.in_grammar else made
         self._inside, self._count = block.begun, 0
         self._recent: list[int] = []
         self._forced: list[int] = []

@@ -240,7 +240,8 @@ class RequestPreparer:
             self._thinking_block(conversation.reasoning, answer_format, prefix, grammar),
             generation.return_token_ids,
             request.echo,
-            prompt_end,
+            # An answer that went on behind its end would take the place of the turns that follow it.
+            None if generation.ignore_eos else prompt_end,
         )
         return replace(prepared, grammar=grammar, chat=chat)
 
@@ -428,15 +429,19 @@ class RequestPreparer:
         self, conversation: Conversation, answer_format: AnswerFormat, prefix: str
     ) -> GrammarSource | None:
         """What the answer has to follow so that its tool calls are what was asked for; None: nothing."""
-        grammar = answer_format.constraint(
-            conversation.tools,
-            conversation.tool_choice,
-            conversation.chosen_tools,
-            conversation.parallel_calls,
-            conversation.reasoning,
-            prefix,
-            self._special,
-        )
+        try:
+            grammar = answer_format.constraint(
+                conversation.tools,
+                conversation.tool_choice,
+                conversation.chosen_tools,
+                conversation.parallel_calls,
+                conversation.reasoning,
+                prefix,
+                self._special,
+            )
+        except (TypeError, ValueError, AttributeError) as error:
+            message = f"tools: given parameters that are no JSON schema ({error}), expected one"
+            raise ApiError(400, message, param="tools") from error
         if grammar is None:
             return None
         for tool in conversation.tools:
