@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ktransformers.serve.doors.conversation import Call, ChatRequest, Conversation, Generation, Reasoning, Tool, Turn
+from ktransformers.serve.doors.template_messages import read_arguments
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.prepare import ModelTemplate, RequestPreparer
 from tests.support.serving import RunningServer
@@ -110,3 +111,7 @@ def test_strict_fields_refuse_unknown_ones(served: RunningServer) -> None:
     with pytest.raises(ApiError, match="num_ctx"):
         preparer.prepare("chat", b'{"messages": [{"role": "user", "content": "a"}], "num_ctx": 3}', {})
     assert served.service.preparer.prepare("completion", b'{"prompt": "a", "wishes": 3}', {}).ignored == ("wishes",)
+
+
+def test_surrogates_without_their_other_are_replaced() -> None:
+    assert read_arguments(r'{"a\ud83d": ["\ude00", "\ud83d\ude00 é"]}') == {"a\ufffd": ["\ufffd", "😀 é"]}

@@ -26,6 +26,11 @@ def test_slices_are_the_text_of_one_call(document: Any) -> None:
     assert encode_json(document) == json.dumps(document, ensure_ascii=False)
 
 
+def test_unpaired_surrogates_can_be_sent() -> None:
+    document = {"arguments": {"a": "\ud83d"}, "texts": ["\ud83d"] * 600, "ü": 1}
+    assert json.loads(encode_json(document).encode()) == document
+
+
 def test_other_threads_run_while_log_probabilities_of_a_long_prompt_are_encoded() -> None:
     top = [{f"token {index} {other}": -1.25 for other in range(20)} for index in range(30_000)]
     gaps: list[float] = []

@@ -3,10 +3,12 @@ conversations through a server whose answers are tokenised as no tokenizer would
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import urllib.request
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -266,21 +268,108 @@ KEEPS = "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}|{{ m.con
 STRIPS = KEEPS.replace("{{ m.reasoning_content }}", "{{ m.reasoning_content if loop.index > 2 }}")
 
 
+@functools.cache
+def byte_tokens() -> Any:
+    return byte_tokenizer(["<user>", "<assistant>", "<tool>", "<end>", "</think>"])
+
+
+def prepared_text(
+    template: str, body: dict[str, Any], known: Mapping[str, SampledAnswer] | None = None
+) -> tuple[str, str]:
+    """(the prompt, what became of its last answer) of a server that remembers these answers."""
+    preparer = RequestPreparer(byte_tokens(), PrepareSettings(len(byte_tokens()), 4096, template=template))
+    prepared = preparer.prepare("chat", json.dumps(body).encode(), {}, lambda asked: known or {})
+    assert prepared.chat is not None and prepared.chat.prompt_end is not None
+    return byte_tokens().decode(prepared.prompts[0].tokens), prepared.chat.prompt_end.continuation
+
+
+def remembered(prompt: str, reasoning: str, *arguments: str) -> SampledAnswer:
+    """An answer to what this prompt rendered, whose tokens say `~`."""
+    digest = hashlib.sha256(prompt.encode()).hexdigest()
+    return SampledAnswer(
+        len(prompt), digest, array("i", byte_tokens()("~")["input_ids"]), "<end>", reasoning, arguments
+    )
+
+
 @pytest.mark.parametrize(("template", "kept"), [(KEEPS, True), (STRIPS, False)])
 def test_dropped_thinking_is_restored_where_the_template_keeps_it(template: str, kept: bool) -> None:
-    tokenizer = byte_tokenizer(["<user>", "<assistant>", "<end>", "</think>"])
-    preparer = RequestPreparer(tokenizer, PrepareSettings(len(tokenizer), 4096, template=template))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     keys = list(turn_keys("", [Turn("user", "a"), Turn("assistant", "b")]))
-    answer = SampledAnswer(0, "", array("i", [1]), "<end>", "I think.")
+    known = {keys[1]: remembered("<user>|a<end><assistant>", "I think.")}
+    body = {"messages": [*messages, {"role": "user", "content": "c"}]}
+    text, continuation = prepared_text(template, body, known)
+    answer = "~" if kept else "|b"
+    assert text == f"<user>|a<end><assistant>{answer}<end><user>|c<end>"
+    assert continuation == ("continued" if kept else "template")
 
-    def recall(asked: Any) -> dict[str, SampledAnswer]:
-        assert asked == keys[1:]
-        return {keys[1]: answer}
 
-    body = json.dumps({"messages": [*messages, {"role": "user", "content": "c"}]}).encode()
-    text = tokenizer.decode(preparer.prepare("chat", body, {}, recall).prompts[0].tokens)
-    assert ("I think." in text) is kept
+CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.path }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "path", "taken"),
+    [
+        ("<user>|a<end><assistant>", "/a", True),
+        ("<user>|a<end><assistant>", "/other", False),
+        ("tools<user>|a<end><assistant>", "/a", False),
+    ],
+)
+def test_thinking_of_one_conversation_is_not_put_into_another(prompt: str, path: str, taken: bool) -> None:
+    """Two conversations have the same first turns and calls of the same name. The second answer follows a first one
+    without thinking."""
+    template = KEEPS.replace("<end>", CALLS + "<end>")
+    call = {"id": "1", "type": "function", "function": {"name": "edit", "arguments": '{"path": "/a"}'}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "r"},
+        {"role": "assistant", "content": "b", "reasoning_content": "Mine."},
+        {"role": "user", "content": "c"},
+    ]
+    keys = list(turn_keys("", [Turn("user", "a"), CALLED, Turn("tool", "r"), Turn("assistant", "b")]))
+    shown = "<user>|a<end><assistant>|edit/a<end><tool>|r<end><assistant>"
+    known = {
+        keys[1]: remembered(prompt, "Of another.", json.dumps({"path": path})),
+        keys[3]: remembered(shown, "Mine."),
+    }
+    text, continuation = prepared_text(template, {"messages": messages}, known)
+    if taken:
+        begin = shown.replace("|edit/a", "~")
+        assert (text, continuation) == (f"{begin}Mine.|b<end><user>|c<end>", "template")
+    else:
+        assert (text, continuation) == (f"{shown}~<end><user>|c<end>", "continued")
+
+
+def test_a_final_turn_of_the_user_can_be_continued() -> None:
+    messages = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "bc"}]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    assert prepared_text(KEEPS, body)[0] == "<assistant>|a<end><user>|bc"
+
+
+def test_stop_tokens_beyond_the_vocabulary_are_refused() -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "stop_token_ids": [1, 10**6]}
+    with pytest.raises(ApiError, match="stop_token_ids: given token 1000000, expected less than"):
+        prepared_text(KEEPS, body)
+
+
+def test_answers_that_go_on_behind_their_end_are_not_remembered(served: RunningServer) -> None:
+    service = served.service
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "ignore_eos": True}).encode()
+    prepared = service.preparer.prepare("chat", body, {})
+    known = len(service.sampled_answers)
+    service.remember(prepared, Turn("assistant", "b"), [5, 2, 6], ended=False, cached=0)
+    assert len(service.sampled_answers) == known
+
+
+@pytest.mark.parametrize("schema", [{"properties": ["a"]}, {"properties": {"a": {"enum": 5, "type": "string"}}}])
+def test_strict_tools_with_odd_schemas_are_refused(schema: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "edit", "parameters": schema, "strict": True}}
+    preparer = RequestPreparer(
+        byte_tokens(), PrepareSettings(len(byte_tokens()), 4096, template=KEEPS, tool_call_parser="qwen3_coder")
+    )
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}], "tools": [tool]}).encode()
+    with pytest.raises(ApiError, match="tools: given parameters that are no JSON schema"):
+        preparer.prepare("chat", body, {})
 
 
 def test_prompts_that_are_too_long_are_counted(served: RunningServer) -> None:

@@ -83,12 +83,7 @@ def _as_user_text(turns: Sequence[Turn], first: int) -> list[Turn]:
 
 def _message(turn: Turn) -> dict[str, Any]:
     """Arguments of calls are objects and content is one string, as templates expect."""
-    failed = turn.is_error and not turn.text.lower().startswith("error")
-    message: dict[str, Any] = {
-        **turn.extra,
-        "role": turn.role,
-        "content": f"Error: {turn.text}" if failed else turn.text,
-    }
+    message: dict[str, Any] = {**turn.extra, "role": turn.role, "content": _text(turn)}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning
     if turn.calls:
@@ -118,4 +113,15 @@ def read_arguments(arguments: str | dict[str, Any] | None) -> dict[str, Any] | s
         document = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
-    return document if isinstance(document, dict) else arguments
+    return _paired(document) if isinstance(document, dict) else arguments
+
+
+def _paired(document: dict[str, Any]) -> dict[str, Any]:
+    """With U+FFFD for surrogates that have no other, which no tokenizer takes."""
+    text = json.dumps(document, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        paired: dict[str, Any] = json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        return paired
+    return document

@@ -55,6 +55,16 @@ class BracketScanner:
         return False
 
 
+def dump_json(value: Any) -> str:
+    """JSON text as UTF-8 can have it: only where a text has unpaired surrogates is it ASCII."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
+
+
 def load_object(text: str) -> dict[str, Any] | None:
     """The JSON object that the text is; None: it is none."""
     try:
@@ -64,14 +74,14 @@ def load_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def python_arguments(text: str) -> dict[str, Any] | None:
-    """Keyword arguments of literals, `a=1, b='x'`; JSON's literals too. None: it is something else."""
+def python_arguments(text: str) -> str | None:
+    """JSON of keyword arguments of literals, `a=1, b='x'`; JSON's literals too. None: it is something else."""
     try:
         call = ast.parse(f"f({text.strip()})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             return None
-        return {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return dump_json({str(keyword.arg): _literal(keyword.value) for keyword in call.keywords})
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
 
 
@@ -87,8 +97,8 @@ def _literal(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-def gemma_arguments(text: str) -> dict[str, Any] | None:
-    """JSON with bare keys and strings between `<|"|>`."""
+def gemma_arguments(text: str) -> str | None:
+    """JSON of arguments with bare keys and strings between `<|"|>`. None: they are something else."""
     strings: list[str] = []
 
     def take(found: re.Match[str]) -> str:
@@ -100,7 +110,7 @@ def gemma_arguments(text: str) -> dict[str, Any] | None:
         r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:", lambda found: f"{found[1]}{json.dumps('=' + found[2])}:", working
     )
     value = load_object(working)
-    return None if value is None else _restored(value, strings)
+    return None if value is None else dump_json(_restored(value, strings))
 
 
 def _restored(value: Any, strings: list[str]) -> Any:
@@ -111,30 +121,42 @@ def _restored(value: Any, strings: list[str]) -> Any:
         }
     if isinstance(value, list):
         return [_restored(item, strings) for item in value]
-    return strings[int(value)] if isinstance(value, str) and value.isdigit() and int(value) < len(strings) else value
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= len(str(len(strings))):
+        return strings[int(value)] if int(value) < len(strings) else value
+    return value
 
 
-def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The JSON types that a schema allows; empty: it does not say."""
-    if not isinstance(schema, dict) or depth > 8:
-        return frozenset()
-    declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else {t for t in declared or () if isinstance(t, str)}
-    if schema.get("nullable"):
-        types.add("null")
-    for value in (*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())):
+def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """The JSON types that a schema allows; empty: it does not say. Keywords of another type than JSON schema has them
+    say nothing, and a reference is followed once."""
+    types: set[str] = set()
+    followed: set[str] = set()
+    pending = [schema]
+    while pending:
+        schema = pending.pop()
+        if not isinstance(schema, dict):
+            continue
+        declared = schema.get("type")
+        types.update(name for name in (declared, *_listed(declared)) if isinstance(name, str))
+        if schema.get("nullable"):
+            types.add("null")
         if not declared:
-            types.add(_type_name(value))
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target: Any = root
-        for part in reference[2:].split("/"):
-            target = target.get(part) if isinstance(target, dict) else None
-        types |= schema_types(target, root, depth + 1)
-    for union in ("anyOf", "oneOf", "allOf"):
-        for choice in schema.get(union) or ():
-            types |= schema_types(choice, root, depth + 1)
+            values = [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else ())]
+            types.update(_type_name(value) for value in values)
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/") and reference not in followed:
+            followed.add(reference)
+            target: Any = root
+            for part in reference[2:].split("/"):
+                target = target.get(part) if isinstance(target, dict) else None
+            pending.append(target)
+        for union in ("anyOf", "oneOf", "allOf"):
+            pending += _listed(schema.get(union))
     return frozenset(types)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _type_name(value: Any) -> str:
@@ -166,7 +188,8 @@ def nested_value(text: str, namespace: str, schema: Any, root: Mapping[str, Any]
     """A value of nested tags with a namespace before each: an object, or a list of `<item>`. Without tags: a scalar."""
     opening = re.compile(rf"\s*{re.escape(namespace)}<([^<>/\s]+)>")
     schema = schema if isinstance(schema, dict) else {}
-    properties = schema.get("properties") or {}
+    declared = schema.get("properties")
+    properties = declared if isinstance(declared, dict) else {}
     pairs: list[tuple[str, Any]] = []
     position = 0
     while found := opening.match(text, position):

@@ -13,7 +13,6 @@ the table (`response_template.py`).
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Generator
 from typing import Any
@@ -31,6 +30,7 @@ from ktransformers.serve.doors.answer_events import (
 from ktransformers.serve.doors.conversation import Tool
 from ktransformers.serve.formats.arguments import (
     BracketScanner,
+    dump_json,
     gemma_arguments,
     load_object,
     nested_value,
@@ -228,7 +228,7 @@ class FormatParser:
         if name is None or not isinstance(arguments, dict):
             self._emit(raw + body)
             return True
-        self._whole(name, json.dumps(arguments, ensure_ascii=False))
+        self._whole(name, dump_json(arguments))
         closing = syntax.after.lstrip("}").strip()
         if closing and (match := (yield from self._match(r"\s*" + pattern_of(closing)))) is not None:
             self._drop(match.end())
@@ -310,7 +310,7 @@ class FormatParser:
                 decoded = typed_value(value, schema_types(schemas.get(key), root), kind)
             index = self._begin(name) if index is None else index
             comma = ", " if pieces else "{"
-            text = f"{comma}{json.dumps(key, ensure_ascii=False)}: {json.dumps(decoded, ensure_ascii=False)}"
+            text = f"{comma}{dump_json(key)}: {dump_json(decoded)}"
             pieces.append(self._piece(index, text))
         closed = match is None and (yield from self._tail(syntax))
         if index is None and closed:
@@ -355,7 +355,7 @@ class FormatParser:
         if arguments is None:
             self._emit(raw + block)
         else:
-            self._whole(name, json.dumps(arguments, ensure_ascii=False))
+            self._whole(name, arguments)
 
 
 @functools.cache

@@ -6,7 +6,6 @@ Calls are told when they end. A call that cannot be read, and whatever follows i
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from ktransformers.serve.doors.answer_events import (
     TextDelta,
 )
 from ktransformers.serve.doors.conversation import Tool
+from ktransformers.serve.formats.arguments import dump_json
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
@@ -37,7 +37,7 @@ class ResponseTemplateParser:
             return self._as_text()
         try:
             return self._events(self._parser.feed(text))
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             self._parser = None
             return self._as_text()
 
@@ -46,7 +46,7 @@ class ResponseTemplateParser:
             return []
         try:
             return self._events(self._parser.finalize()[1])
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             return self._as_text()
 
     def _as_text(self) -> list[AnswerEvent]:
@@ -72,5 +72,5 @@ class ResponseTemplateParser:
     def _call(self, function: dict[str, Any]) -> list[AnswerEvent]:
         index, self._count = self._count, self._count + 1
         given = function["arguments"]
-        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        arguments = given if isinstance(given, str) else dump_json(given)
         return [CallBegin(index, function["name"]), CallArguments(index, arguments), CallEnd(index, arguments)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from ktransformers.ground.log import logger
 from ktransformers.serve.doors.answer_events import (
     AnswerEvent,
     AnswerParser,
@@ -17,7 +18,10 @@ from ktransformers.serve.doors.answer_events import (
     TextDelta,
 )
 from ktransformers.serve.doors.conversation import Call, Turn
+from ktransformers.serve.formats.parser import TextParser
 from ktransformers.serve.scheduler.sequence import Event
+
+LOG = logger(__name__)
 
 
 class ChoiceParser:
@@ -28,9 +32,14 @@ class ChoiceParser:
         self._said: list[AnswerEvent] = []
 
     def events(self, event: Event) -> list[AnswerEvent]:
-        events = self._parser.feed(event.text) if event.text else []
-        if event.finish is not None:
-            events = [*events, *self._parser.end()]
+        try:
+            events = self._parsed(event)
+        except Exception:  # a model may write anything; what the parser held back is lost
+            LOG.exception("the rest of an answer is passed on as text: its parser failed")
+            self._parser = TextParser()
+            ended = {one.index for one in self._said if isinstance(one, CallEnd)}
+            open_calls = [one for one in self._said if isinstance(one, CallBegin) and one.index not in ended]
+            events = [*(CallEnd(one.index, "") for one in open_calls), *self._parsed(event)]
         if events:  # the tokens since the last events belong to the first of these
             if isinstance(events[0], ReasoningDelta):
                 self.reasoning_tokens += event.tokens - self._tokens
@@ -38,6 +47,10 @@ class ChoiceParser:
         events = [kept for one in events if (kept := self._without_special(one)) is not None]
         self._said += [one for one in events if not isinstance(one, CallArguments)]
         return events
+
+    def _parsed(self, event: Event) -> list[AnswerEvent]:
+        events = self._parser.feed(event.text) if event.text else []
+        return events if event.finish is None else [*events, *self._parser.end()]
 
     def turn(self) -> Turn:
         """What was said so far; arguments of calls are text."""

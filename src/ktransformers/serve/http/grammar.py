@@ -35,14 +35,15 @@ class SchemaMatcher:
 
 
 class ThinkingLimit:
-    """Counts the tokens of a thinking block and forces those that close it once its budget is used. `following` applies
-    to what comes after a block that the prompt has opened, which then may not be the answer's end."""
+    """Counts the tokens of a thinking block and forces those that close it once its budget is used. `grammar` applies
+    to the whole answer if it has thinking in it (`block.in_grammar`), otherwise to what comes after a block that the
+    prompt has opened, which then may not be the answer's end."""
 
-    def __init__(
-        self, block: ThinkingBlock, following: Callable[[], Grammar] | None, end_tokens: frozenset[int]
-    ) -> None:
+    def __init__(self, block: ThinkingBlock, grammar: Callable[[], Grammar] | None, end_tokens: frozenset[int]) -> None:
         self._block, self._end_tokens = block, sorted(end_tokens)
-        self._following = following() if following is not None else None
+        made = grammar() if grammar is not None else None
+        self._whole = made if block.in_grammar else None
+        self._following = None if block.in_grammar else made
         self._inside, self._count = block.begun, 0
         self._recent: list[int] = []
         self._forced: list[int] = []
@@ -55,8 +56,9 @@ class ThinkingLimit:
     def allowed(self, size: int) -> torch.Tensor:
         if not self._inside and self._following is not None:
             return self._following.allowed(size)
-        allowed = torch.full((size,), not self._forced)
-        if self._forced:
+        allowed = torch.full((size,), True) if self._whole is None else self._whole.allowed(size)
+        if self._forced and allowed[self._forced[0]]:
+            allowed[:] = False
             allowed[self._forced[0]] = True
         elif self._inside and self._following is not None:
             allowed[self._end_tokens] = False
@@ -66,10 +68,12 @@ class ThinkingLimit:
         if not self._inside and self._following is not None:
             self._following.accept(token)
             return
+        if self._whole is not None:
+            self._whole.accept(token)
         self._recent = [*self._recent, token][-max(len(self._block.open), len(self._block.close)) :]
         self._count += 1
-        if self._forced:
-            self._forced.pop(0)
+        # The grammar may forbid what is forced where the marks that were seen are text of a call's arguments.
+        self._forced = self._forced[1:] if self._forced[:1] == [token] else []
         mark = self._block.close if self._inside else self._block.open
         if tuple(self._recent[-len(mark) :]) == mark:
             self._inside, self._count, self._recent = not self._inside, 0, []

@@ -23,11 +23,10 @@ from typing import Any, Literal, NamedTuple
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.sandbox import SandboxError, run_forked
 from ktransformers.ground.system import resident_bytes
+from ktransformers.serve.formats.grammar import WHITESPACE
 from ktransformers.serve.http.error import ApiError
 
 PACKAGE = "llguidance"
-# Bounded: a model may indent its JSON, but must not generate whitespace until max_tokens.
-WHITESPACE = r"[ \n]{1,12}"
 COMPILE_SECONDS, COMPILE_BYTES = 1, 64 * 2**20
 MAX_COMPILED_BYTES = COMPILE_BYTES  # of the cache, by `measure`
 MIN_BYTES = 2**20  # that a grammar counts for in the cache

@@ -36,6 +36,7 @@ from ktransformers.serve.http.protocol import CompletionRequest, DetokenizeReque
 from ktransformers.serve.http.sampled_answers import (
     PromptEnd,
     Recall,
+    dropped_reasoning,
     find_splices,
     recall_nothing,
     restore_reasoning,
@@ -94,6 +95,7 @@ class ThinkingBlock:
     close: tuple[int, ...]
     begun: bool  # the prompt has opened it
     budget: int | None = None  # tokens
+    in_grammar: bool = False  # the answer's grammar has the block in it
 
 
 @dataclass(frozen=True)
@@ -231,15 +233,15 @@ class RequestPreparer:
         # With `auto` the schema is what the client asked for; a call would not follow it.
         if grammar is None or (conversation.tool_choice == "auto" and prepared.grammar is not None):
             grammar = prepared.grammar
-        has_schema = grammar is not None and grammar.kind == "json_schema"
         chat = PreparedChat(
             prefix,
             tools,
             conversation.parallel_calls,
-            self._thinking_block(conversation.reasoning, answer_format, prefix, has_schema),
+            self._thinking_block(conversation.reasoning, answer_format, prefix, grammar),
             generation.return_token_ids,
             request.echo,
-            prompt_end,
+            # An answer that went on behind its end would take the place of the turns that follow it.
+            None if generation.ignore_eos else prompt_end,
         )
         return replace(prepared, grammar=grammar, chat=chat)
 
@@ -258,14 +260,20 @@ class RequestPreparer:
         keys = list(turn_keys(model or "", turns))
         said = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
         if conversation.continue_final_turn:
-            said.remove(len(turns) - 1)
+            said = [index for index in said if index != len(turns) - 1]
         known = recall([keys[index] for index in said]) if said else {}
         answers = {index: known[keys[index]] for index in said if keys[index] in known}
-        dropped = any(one.reasoning and not turns[index].reasoning for index, one in answers.items())
-        if dropped and self._keeps_thinking(conversation, template, answer_format):
-            turns = restore_reasoning(turns, answers)
-        rendered, prefix = self._render(replace(conversation, turns=turns), template, answer_format)
-        splices, state, digest = find_splices(rendered, turns, conversation.tools, answers, self._pieces)
+        restored = dropped_reasoning(turns, conversation.tools, answers)
+        if restored and not self._keeps_thinking(conversation, template, answer_format):
+            restored = {}
+        while True:
+            turns = restore_reasoning(conversation.turns, restored)
+            rendered, prefix = self._render(replace(conversation, turns=turns), template, answer_format)
+            splices, state, digest = find_splices(rendered, turns, conversation.tools, answers, self._pieces)
+            if not (foreign := restored.keys() - {splice.turn for splice in splices}):
+                break
+            # What follows thinking that is not this conversation's was rendered with it.
+            restored = {index: text for index, text in restored.items() if index < min(foreign)}
         asked = max((index for index, turn in enumerate(turns) if turn.role in ("user", "system")), default=-1)
         tokens, at, continued, border = array("i"), 0, 0, 0
         try:
@@ -308,9 +316,13 @@ class RequestPreparer:
         if max_tokens is None:
             max_tokens = max(1, self._settings.max_sequence_tokens - longest)
         self._check_length(longest, max_tokens)
-        for token in generation.logit_bias:
-            if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < self._settings.vocabulary):
-                raise ApiError(400, f"logit_bias: given {token!r}, expected a token's number", param="logit_bias")
+        vocabulary = self._settings.vocabulary
+        for number in generation.logit_bias:
+            if not (number.isascii() and number.isdigit() and len(number) < 10 and int(number) < vocabulary):
+                raise ApiError(400, f"logit_bias: given {number!r}, expected a token's number", param="logit_bias")
+        if generation.stop_tokens and (token := max(generation.stop_tokens)) >= vocabulary:
+            message = f"stop_token_ids: given token {token}, expected less than {vocabulary}"
+            raise ApiError(400, message, param="stop_token_ids")
         logprobs = generation.logprobs
         return PreparedRequest(
             model=generation.model,
@@ -318,7 +330,7 @@ class RequestPreparer:
             max_tokens=max_tokens,
             n=generation.n,
             stream=generation.stream,
-            logprobs=None if logprobs is None else min(logprobs, self._settings.vocabulary),
+            logprobs=None if logprobs is None else min(logprobs, vocabulary),
             sampling=generation.sampling,
             logit_bias=generation.logit_bias,
             stop_strings=generation.stop_strings,
@@ -417,15 +429,19 @@ class RequestPreparer:
         self, conversation: Conversation, answer_format: AnswerFormat, prefix: str
     ) -> GrammarSource | None:
         """What the answer has to follow so that its tool calls are what was asked for; None: nothing."""
-        grammar = answer_format.constraint(
-            conversation.tools,
-            conversation.tool_choice,
-            conversation.chosen_tools,
-            conversation.parallel_calls,
-            conversation.reasoning,
-            prefix,
-            self._special,
-        )
+        try:
+            grammar = answer_format.constraint(
+                conversation.tools,
+                conversation.tool_choice,
+                conversation.chosen_tools,
+                conversation.parallel_calls,
+                conversation.reasoning,
+                prefix,
+                self._special,
+            )
+        except (TypeError, ValueError, AttributeError) as error:
+            message = f"tools: given parameters that are no JSON schema ({error}), expected one"
+            raise ApiError(400, message, param="tools") from error
         if grammar is None:
             return None
         for tool in conversation.tools:
@@ -433,16 +449,18 @@ class RequestPreparer:
         return GrammarSource("lark", grammar)
 
     def _thinking_block(
-        self, reasoning: Reasoning, answer_format: AnswerFormat, prefix: str, has_schema: bool
+        self, reasoning: Reasoning, answer_format: AnswerFormat, prefix: str, grammar: GrammarSource | None
     ) -> ThinkingBlock | None:
         marks = answer_format.thinking
         begun = answer_format.opens_thinking(prefix)
+        has_schema = grammar is not None and grammar.kind == "json_schema"
         if marks is None or (reasoning.budget is None and not (begun and has_schema)):
             return None
         opens, closes = (
             self._tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in (marks.open, marks.close)
         )
-        return ThinkingBlock(tuple(opens), tuple(closes), begun, reasoning.budget)
+        in_grammar = grammar is not None and grammar.kind == "lark"
+        return ThinkingBlock(tuple(opens), tuple(closes), begun, reasoning.budget, in_grammar)
 
     def _render(
         self, conversation: Conversation, template: ModelTemplate, answer_format: AnswerFormat

@@ -12,6 +12,8 @@ tokens in the place of the rendered answer, up to the token that ends its turn, 
 - what it renders in the answer's place has the answer's thinking. A template that strips thinking from history is
   followed. Thinking that the client dropped is restored only for a template that keeps all of it: one that strips it at
   the next message of the user would lose everything since then, which is far more than the answers without thinking.
+  It is restored only with the answer's tokens: another conversation may have the same turns and calls of the same
+  names, and its thinking stays there.
 """
 
 from __future__ import annotations
@@ -61,9 +63,8 @@ class PromptEnd:
     continuation: Continuation
     continued_tokens: int  # of the prompt, up to the end of the last answer that was put in as it was sampled
     generation_prompt: int  # tokens of the prompt that begin the answer
-    border: (
-        int  # tokens before those that change if the template strips the thinking since the last message of the user
-    )
+    # Tokens before those that change if the template strips the thinking since the last message of the user.
+    border: int
 
 
 Recall = Callable[[Sequence[str]], Mapping[str, SampledAnswer]]
@@ -106,11 +107,23 @@ def turn_keys(start: str, turns: Iterable[Turn]) -> Iterator[str]:
         yield start
 
 
-def restore_reasoning(turns: Sequence[Turn], answers: Mapping[int, SampledAnswer]) -> tuple[Turn, ...]:
-    """Turns with the thinking that the client dropped. `answers`: by index of the turn."""
+def dropped_reasoning(
+    turns: Sequence[Turn], tools: Sequence[Tool], answers: Mapping[int, SampledAnswer]
+) -> dict[int, str]:
+    """By index of the turn the thinking that the client dropped, of answers whose calls say the same."""
+    schemas = {tool.name: tool.parameters for tool in tools}
+    return {
+        index: answer.reasoning
+        for index, answer in answers.items()
+        if answer.reasoning
+        and not turns[index].reasoning
+        and _same_calls(turns[index].calls, answer.arguments, schemas)
+    }
+
+
+def restore_reasoning(turns: Sequence[Turn], dropped: Mapping[int, str]) -> tuple[Turn, ...]:
     return tuple(
-        replace(turn, reasoning=answers[index].reasoning) if index in answers and not turn.reasoning else turn
-        for index, turn in enumerate(turns)
+        replace(turn, reasoning=dropped[index]) if index in dropped else turn for index, turn in enumerate(turns)
     )
 
 
