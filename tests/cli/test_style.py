@@ -19,6 +19,7 @@ from tests.support.cli import RunKt, write_model
 
 # Words that a verb refuses.
 REFUSED: dict[str, list[str]] = {
+    "agent": ["nothing"],
     "bench": ["/nothing"],
     "chat": ["http://127.0.0.1:9"],
     "convert": ["/nothing", "/nothing/out", "--to", "peft"],

@@ -51,7 +51,7 @@ def agent(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Start a coding agent (claude, codex, opencode, qwen, cn, cline) on a served model."""
+    """Start a coding agent on a served model. Agents: claude, codex, opencode, qwen, cn, cline."""
     line = parse_agent(words or [])
     as_json = as_json or line.options.as_json
     if line.options.list_agents:

@@ -33,7 +33,7 @@ def print_address(server: RunningServer) -> None:
 
 
 def serve(context: typer.Context, as_json: Json = False) -> None:
-    """Serve a model over the OpenAI API. Each request chooses base or adapter."""
+    """Serve a model over APIs of OpenAI, Anthropic and Ollama. Each request chooses base or adapter."""
     from ktransformers.ground.openmp import limit_spinning
     from ktransformers.serve.flags import parse
 
