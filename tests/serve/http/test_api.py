@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ktransformers.serve.doors.chat import ChatEmitter
 from tests.support.serving import EngineHarness, RunningServer, make_service, run_app
 
 openai = pytest.importorskip("openai")
@@ -276,6 +277,51 @@ def test_disconnected_client_is_cancelled(served: RunningServer) -> None:
             time.sleep(0.02)
         assert engine.counts.finished.get("cancelled", 0) == before + 1
     assert not engine.running
+
+
+@pytest.mark.parametrize("broken", ["parser", "emitter", "event"])
+def test_sequences_end_with_an_answer_that_fails(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    engine, counts = served.service.engine, served.service.engine.counts
+    owner, name = {
+        "parser": (served.service, "choice_parser"),
+        "emitter": (ChatEmitter, "__init__"),
+        "event": (ChatEmitter, "event"),
+    }[broken]
+    monkeypatch.setattr(owner, name, fail)
+    before = sum(counts.finished.values()), counts.finished.get("cancelled", 0)
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 400, "ignore_eos": True}
+    assert post(served.url, "/v1/chat/completions", body)[0] == 500
+    if broken != "parser":
+        end = time.monotonic() + 20
+        while counts.finished.get("cancelled", 0) == before[1] and time.monotonic() < end:
+            time.sleep(0.02)
+        assert counts.finished.get("cancelled", 0) == before[1] + 1
+    else:
+        assert sum(counts.finished.values()) == before[0]
+    assert not engine.running
+
+
+def test_an_adapter_may_be_unloaded_before_its_answer_begins(
+    served: RunningServer, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = served.service
+    service.registry.load("brief", adapters["one"])
+    original = service.generation_requests
+
+    def generation_requests(prepared: Any, request_id: str = "") -> Any:
+        requests = original(prepared, request_id)
+        service.registry.unload("brief")
+        return requests
+
+    monkeypatch.setattr(service, "generation_requests", generation_requests)
+    body = {"model": "brief", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    code, response = post(served.url, "/v1/chat/completions", body)
+    assert code == 200 and response["usage"]["completion_tokens"] > 0
 
 
 def test_full_queue_missing_key_and_timeout_are_refused(harness: EngineHarness, adapters: dict[str, Path]) -> None:

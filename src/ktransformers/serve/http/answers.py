@@ -18,6 +18,7 @@ from typing import Any
 from ktransformers.serve.doors.answer_events import CallEnd, Finish, TokenScores, Usage
 from ktransformers.serve.doors.door import AnswerHead, Door
 from ktransformers.serve.http.boundary import api_error
+from ktransformers.serve.http.choice_parser import ChoiceParser
 from ktransformers.serve.http.error import UNAVAILABLE, ApiError
 from ktransformers.serve.http.json_slices import SSE_DONE, encode_json, sse_event
 from ktransformers.serve.http.prepare import PreparedRequest, TokenizedPrompt
@@ -206,13 +207,18 @@ class DoorAnswer:
     """One request of a door in progress: events of the engine in, what the door's emitter makes of them out."""
 
     def __init__(
-        self, door: Door, service: Service, prepared: PreparedRequest, responses: ResponseStream, request_id: str
+        self,
+        door: Door,
+        service: Service,
+        prepared: PreparedRequest,
+        parsers: Sequence[ChoiceParser],
+        responses: ResponseStream,
+        request_id: str,
     ) -> None:
         assert prepared.chat is not None
         self.responses, self._prepared, self._request_id = responses, prepared, request_id
         self._logprob_format = LogprobFormat(service.tokenizer)
-        self._service = service
-        self._parsers = [service.choice_parser(prepared) for _ in responses.answers]
+        self._service, self._parsers = service, parsers
         self._single_call = not prepared.chat.parallel_calls
         self._ended: set[int] = set()  # choices that ended before their sequence did
         prompt = prepared.prompts[0].tokens
@@ -279,7 +285,14 @@ class Completion:
     """One request to /v1/completions in progress: text or tokens in, text out, with `echo` and log-probabilities of the
     prompt for scoring."""
 
-    def __init__(self, service: Service, prepared: PreparedRequest, responses: ResponseStream, request_id: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        prepared: PreparedRequest,
+        parsers: Sequence[ChoiceParser],  # none: the answer is text
+        responses: ResponseStream,
+        request_id: str,
+    ) -> None:
         self._prepared, self.responses, self._request_id = prepared, responses, request_id
         self._logprob_format = LogprobFormat(service.tokenizer)
         self._model = prepared.model or service.registry.served

@@ -32,6 +32,7 @@ from ktransformers.serve.http import metrics, openapi
 from ktransformers.serve.http.answers import Completion, DoorAnswer, ResponseStream
 from ktransformers.serve.http.body import BodyReader
 from ktransformers.serve.http.boundary import AccessRules, RequestBoundary
+from ktransformers.serve.http.choice_parser import ChoiceParser
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.model_list import list_models
 from ktransformers.serve.http.page import page_document, page_headers
@@ -63,7 +64,7 @@ OTHER_MODELS = {
     **dict.fromkeys(("/v1/embeddings", "/api/embed", "/api/embeddings"), "embeddings"),
     **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank", "/v1/score"), "reranking"),
 }
-MakeAnswer = Callable[[Service, PreparedRequest, ResponseStream, str], DoorAnswer | Completion]
+MakeAnswer = Callable[[Service, PreparedRequest, list[ChoiceParser], ResponseStream, str], DoorAnswer | Completion]
 
 
 class RequestCounter:
@@ -161,19 +162,33 @@ class Api:
         if prepared is None:
             return Response(status_code=499)
         request_id = request.scope["request_id"]
-        responses = await asyncio.to_thread(self._submit, prepared, request_id, asyncio.get_running_loop())
-        answer = make_answer(self.service, prepared, responses, request_id)
+        loop = asyncio.get_running_loop()
+        answer = await asyncio.to_thread(self._submit, prepared, make_answer, request_id, loop)
         headers = {IGNORED_HEADER: _in_ascii(prepared.ignored)} if prepared.ignored else {}
         if prepared.stream:
             return CancellingStream(answer, media_type, headers)
-        document = await self._while_connected(request, answer.complete())
+        try:
+            document = await self._while_connected(request, answer.complete())
+        finally:
+            answer.responses.cancel()
         if document is None:
             return Response(status_code=499)
         return Response(document, media_type="application/json", headers=headers)
 
-    def _submit(self, prepared: PreparedRequest, request_id: str, loop: asyncio.AbstractEventLoop) -> ResponseStream:
-        requests = self.service.generation_requests(prepared, request_id)
-        return ResponseStream(self.service.engine, self.service.tokenizer, requests, prepared.n, loop)
+    def _submit(
+        self, prepared: PreparedRequest, make_answer: MakeAnswer, request_id: str, loop: asyncio.AbstractEventLoop
+    ) -> DoorAnswer | Completion:
+        """The parsers are made first: the adapter may be unloaded or replaced once its sequences are queued."""
+        service, parsers = self.service, list[ChoiceParser]()
+        requests = service.generation_requests(prepared, request_id)
+        if prepared.chat is not None:
+            parsers = [service.choice_parser(prepared, requests[0].adapter) for _ in range(prepared.n)]
+        responses = ResponseStream(service.engine, service.tokenizer, requests, prepared.n, loop)
+        try:
+            return make_answer(service, prepared, parsers, responses, request_id)
+        except BaseException:
+            responses.cancel()
+            raise
 
     async def _while_connected(self, request: Request, result: Any) -> Any:
         """The result; None if the client disconnects first, which cancels it."""

@@ -150,10 +150,10 @@ class Service:
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
 
-    def choice_parser(self, prepared: PreparedRequest) -> ChoiceParser:
-        """A parser of one answer to a conversation."""
+    def choice_parser(self, prepared: PreparedRequest, adapter: LoadedAdapter | None) -> ChoiceParser:
+        """A parser of one answer to a conversation, which `adapter` gives."""
         assert prepared.chat is not None
-        answer_format = self.answer_format(self.find(prepared.model))
+        answer_format = self.answer_format(adapter)
         parser = answer_format.parser(prepared.chat.prefix, prepared.chat.tools)
         return ChoiceParser(parser, None if prepared.keep_special else self._special_text)
 
@@ -219,7 +219,8 @@ class Service:
     def chat(self, request: ChatRequest) -> tuple[GenerationRequest, ChoiceParser]:
         """Prepared in this process, with the parser of the answer."""
         prepared = self.preparer.chat(request, self.templates())
-        return self.generation_requests(prepared)[0], self.choice_parser(prepared)
+        (generation,) = self.generation_requests(prepared)
+        return generation, self.choice_parser(prepared, generation.adapter)
 
     def completion(self, request: CompletionRequest) -> GenerationRequest:
         """Of its first prompt, prepared in this process."""
