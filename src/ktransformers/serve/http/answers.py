@@ -126,7 +126,7 @@ class ResponseStream:
             self.cancel()
 
     def sampled(self, choice: int) -> list[int]:
-        """The tokens of a choice that has ended."""
+        """The tokens of a choice, which may have more than its last event tells of."""
         return self._sequences[choice].new_tokens
 
     def cancel_choice(self, choice: int) -> None:
@@ -259,21 +259,27 @@ class DoorAnswer:
         if event.scores and self._prepared.logprobs is not None:
             content = self._logprob_format.chat(event.scores)["content"]
             yield from self._emitter.event(choice, TokenScores(tuple(content)))
-        for one in self._parsers[choice].events(event):
+        events = self._parsers[choice].events(event)
+        for one in events:
             yield from self._emitter.event(choice, one)
             if self._single_call and isinstance(one, CallEnd):
                 self._ended.add(choice)
+                if one is events[-1]:  # no other call has begun in these tokens
+                    self._remember(choice, event, ended=False)
                 self.responses.cancel_choice(choice)
                 yield from self._emitter.finish(choice, Finish("stop"))
                 return
         if event.finish is not None:
             if event.finish in ("stop", "length") and event.stop_string is None:
-                said, tokens = self._parsers[choice].turn(), self.responses.sampled(choice)
-                ended = event.finish == "stop"
-                self._service.remember(self._prepared, said, tokens, ended=ended, cached=event.cached)
+                self._remember(choice, event, ended=event.finish == "stop")
             by_string = event.stop_string in self._prepared.stop_strings
             finish = Finish("stop_string", event.stop_string) if by_string else Finish(event.finish)
             yield from self._emitter.finish(choice, finish)
+
+    def _remember(self, choice: int, event: Event, *, ended: bool) -> None:
+        """The answer up to this event."""
+        said, tokens = self._parsers[choice].turn(), self.responses.sampled(choice)[: event.tokens]
+        self._service.remember(self._prepared, said, tokens, ended=ended, cached=event.cached)
 
     def _usage(self) -> Usage:
         answers = self.responses.answers

@@ -176,9 +176,9 @@ class Service:
         self, prepared: PreparedRequest, said: Turn, tokens: Sequence[int], *, ended: bool, cached: int
     ) -> None:
         """The answer to a conversation is complete. `tokens`: sampled ones, the last of which is its end if it `ended`;
-        `cached`: of the prompt."""
+        `cached`: of the prompt. With `ignore_eos` the marks of more turns may be among them: that is no answer."""
         start = None if prepared.chat is None else prepared.chat.prompt_end
-        if start is None or not tokens:
+        if start is None or not tokens or prepared.ignore_eos:
             return
         lost = start.continuation == "continued" and cached < start.continued_tokens - MAX_COMPUTED_AGAIN
         self.prefixes["evicted" if lost else start.continuation] += 1
