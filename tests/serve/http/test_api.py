@@ -394,6 +394,20 @@ def test_tokenize_and_detokenize(served: RunningServer, harness: EngineHarness) 
     assert post(served.url, "/tokenize", {})[0] == post(served.url, "/detokenize", {"tokens": [-1]})[0] == 400
 
 
+def test_counts_are_of_models_that_are_served(served: RunningServer) -> None:
+    said = {"messages": [{"role": "user", "content": "Hi"}]}
+    bodies = {
+        "/v1/messages/count_tokens": said,
+        "/v1/responses/input_tokens": {"input": "Hi"},
+        "/tokenize": said,
+        "/detokenize": {"tokens": [5]},
+    }
+    for path, body in bodies.items():
+        assert post(served.url, path, {**body, "model": "one"})[0] == 200
+        status, answer = post(served.url, path, {**body, "model": "nobody"})
+        assert status == 404 and "not served" in answer["error"]["message"]
+
+
 def test_page_loads_nothing_from_other_hosts(served: RunningServer) -> None:
     status, page = get(served.url, "/")
     assert status == 200 and "<title>ktransformers</title>" in page

@@ -37,7 +37,14 @@ from ktransformers.serve.doors.door import AnswerHead, Door
 from ktransformers.serve.doors.template_messages import read_arguments
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.json_slices import SSE_DONE, sse_event
-from ktransformers.serve.http.protocol import MAX_TOP_LOGPROBS, CommonRequest, MaxTokens, OpenModel, parse_body
+from ktransformers.serve.http.protocol import (
+    MAX_TOP_LOGPROBS,
+    CommonRequest,
+    Identifier,
+    MaxTokens,
+    OpenModel,
+    parse_body,
+)
 
 IMAGE_PARTS = {"image", "image_url", "input_image"}
 Budget = Annotated[int, Field(ge=-1, le=2**31)]
@@ -133,8 +140,8 @@ class ChatBody(CommonRequest):
     # OpenAI's, accepted without effect
     modalities: list[str] | None = None
     verbosity: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
+    prompt_cache_key: Identifier | None = None
+    safety_identifier: Identifier | None = None
 
 
 def parse(body: bytes | bytearray) -> ChatRequest:

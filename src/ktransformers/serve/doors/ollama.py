@@ -29,6 +29,7 @@ from ktransformers.serve.doors.template_messages import read_arguments
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.protocol import ModelName, OpenModel, StopString, parse_body
 
+DEFAULT_TAG = ":latest"  # which clients add to names
 VERSION = "0.20.0"  # of Ollama, whose API this is; clients compare it
 # An option -> the setting of `Sampling`.
 SAMPLING = {
@@ -94,11 +95,6 @@ class ShowBody(Fields):
     verbose: bool | None = None
 
 
-def model_name(name: str) -> str:
-    """Without Ollama's default tag, which clients add."""
-    return name.removesuffix(":latest")
-
-
 def parse(body: bytes | bytearray) -> ChatRequest:
     request, ignored = parse_body(body, OllamaBody)
     options = request.options or OllamaOptions()
@@ -110,7 +106,7 @@ def parse(body: bytes | bytearray) -> ChatRequest:
         reasoning=Reasoning(None) if request.think is None else _reasoning(request.think),
     )
     generation = Generation(
-        model=model_name(request.model or "") or None,
+        model=request.model or None,
         max_tokens=None if limit is None or limit < 0 else limit,
         stream=request.stream is not False,
         sampling={ours: value for name, ours in SAMPLING.items() if (value := getattr(options, name)) is not None},

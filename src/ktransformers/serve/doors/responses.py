@@ -37,7 +37,7 @@ from ktransformers.serve.doors.door import AnswerHead, Door
 from ktransformers.serve.doors.template_messages import read_arguments
 from ktransformers.serve.http.error import ApiError, bounded
 from ktransformers.serve.http.json_slices import sse_event
-from ktransformers.serve.http.protocol import MAX_TOP_LOGPROBS, CommonRequest, OpenModel, parse_body
+from ktransformers.serve.http.protocol import MAX_TOP_LOGPROBS, CommonRequest, Identifier, OpenModel, parse_body
 
 CUSTOM_PARAMETER = "input"  # of the function that stands for a custom tool
 REASONING_PREFIX = "kt1:"  # of `encrypted_content` that is ours
@@ -202,9 +202,9 @@ class ResponsesBody(CommonRequest):
     background: bool | None = None
     # OpenAI's and Codex's, accepted without effect
     truncation: Literal["auto", "disabled"] | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Identifier | None = None
     prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
+    safety_identifier: Identifier | None = None
     client_metadata: dict[str, Any] | None = None
     max_tool_calls: int | None = None
 
@@ -485,8 +485,10 @@ class ResponsesEmitter:
         return [self._event(kind, response=self._response("in_progress")) for kind in kinds]
 
     def ping(self) -> str:
-        """Codex ends a stream without events after five minutes. Comments are no events."""
-        return self._event("response.in_progress", response=self._response("in_progress"))
+        """Codex ends a stream without events after five minutes. Comments are no events. The request's long fields are
+        not repeated each time."""
+        short = {**self._response("in_progress"), "instructions": None, "tools": []}
+        return self._event("response.in_progress", response=short)
 
     def event(self, choice: int, event: AnswerEvent) -> Iterator[str]:
         match event:

@@ -35,6 +35,11 @@ Count = Annotated[int, Field(ge=0, le=2**31)]
 TokenId = Annotated[int, Field(ge=0, le=2**31)]
 ModelName = Annotated[str, Field(max_length=1024)]
 StopString = Annotated[str, Field(max_length=1024)]
+Identifier = Annotated[str, Field(max_length=1024)]
+# Of OpenAI's lengths.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 # Lists end at their first error: a list of a million wrong entries is one error, not a million.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -156,8 +161,8 @@ class CommonRequest(Fields):
     guided_json: dict[str, Any] | str | None = None  # vLLM's of earlier releases
     structured_outputs: StructuredOutputs | None = None
     # OpenAI's, accepted and ignored
-    user: str | None = None
-    metadata: dict[str, str] | None = None
+    user: Identifier | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     service_tier: str | None = None
 

@@ -19,6 +19,7 @@ from typing import Any
 from ktransformers.ground.errors import InputError
 from ktransformers.serve.cache.cache_kinds import bytes_by_kind, describe_tier
 from ktransformers.serve.doors.conversation import ChatRequest, Turn
+from ktransformers.serve.doors.ollama import DEFAULT_TAG
 from ktransformers.serve.formats import AnswerFormat
 from ktransformers.serve.http.choice_parser import ChoiceParser
 from ktransformers.serve.http.error import ApiError
@@ -200,7 +201,8 @@ class Service:
             own = entry.adapter.template
             if own is not None:
                 template = ModelTemplate(own.text, dict(own.special_tokens))
-                templates |= {name: template, f"{self.registry.served}:{name}": template}
+                names = (name, f"{self.registry.served}:{name}")
+                templates |= {known + tag: template for known in names for tag in ("", DEFAULT_TAG)}
         return templates
 
     def template_of(self, adapter: LoadedAdapter | None) -> str | None:
@@ -228,12 +230,13 @@ class Service:
 
     def find(self, name: str | None) -> LoadedAdapter | None:
         """The adapter that a request names; None: the base. Clients that know one vendor's models ask for these
-        whatever is served, so such names are the base's too."""
-        if name is None:
-            name = self.registry.served
+        whatever is served, so such names are the base's too. An unknown name may have Ollama's default tag."""
+        name = name or self.registry.served
         try:
             return self.registry.find(name)
         except UnknownModel as error:
+            if name.endswith(DEFAULT_TAG):
+                return self.find(name.removesuffix(DEFAULT_TAG))
             if name.startswith(VENDOR_MODELS) and not self.door_options.strict_model_names:
                 return self.registry.find(self.registry.served)
             raise ApiError(404, str(error), param="model", code="model_not_found") from error
