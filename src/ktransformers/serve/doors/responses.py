@@ -34,6 +34,7 @@ from ktransformers.serve.doors.answer_events import (
 )
 from ktransformers.serve.doors.conversation import Call, ChatRequest, Conversation, Reasoning, Tool, ToolChoice, Turn
 from ktransformers.serve.doors.door import AnswerHead, Door
+from ktransformers.serve.doors.fields import Name
 from ktransformers.serve.doors.template_messages import read_arguments
 from ktransformers.serve.http.error import ApiError, bounded
 from ktransformers.serve.http.json_slices import sse_event
@@ -43,8 +44,6 @@ CUSTOM_PARAMETER = "input"  # of the function that stands for a custom tool
 REASONING_PREFIX = "kt1:"  # of `encrypted_content` that is ours
 # Items that are not for the model: calls of tools that a provider runs, and notes of a client to a provider.
 SKIPPED_ITEMS = ("_call", "_call_output", "_search_output", "_tools", "_update", "compaction", "compaction_trigger")
-
-Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class ContentPart(OpenModel):
@@ -305,7 +304,7 @@ def _named_tools(
 
 def _offered(name: str, tool: FunctionTool | CustomTool) -> Tool:
     if isinstance(tool, FunctionTool):
-        return Tool(name, tool.description or "", tool.parameters or {}, bool(tool.strict))
+        return Tool.of(name, tool.description, tool.parameters, tool.strict)
     usage = f"Call it with one parameter, `{CUSTOM_PARAMETER}`: the whole input as text."
     if tool.format is not None and tool.format.definition:
         usage += f" The text has to match this {tool.format.syntax or 'grammar'}:\n{tool.format.definition}"
