@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers.cli.agent import parse_agent
+from ktransformers.cli.agent import _served_name, parse_agent
 from ktransformers.ground.errors import InputError
 from ktransformers.serve.agents import AGENTS
 from tests.support.chat_peer import ChatPeer
@@ -135,19 +136,48 @@ def test_signals_belong_to_the_client(number: signal.Signals, told: Path) -> Non
     assert is_clean(told)
 
 
-def test_printed_lines_start_the_client_by_hand(told: Path, kt: RunKt) -> None:
-    for name in ("qwen", "cn"):
-        write_client(told, name)
+@pytest.mark.parametrize("home", ["home", "a home, it's"])
+def test_printed_lines_start_the_client_by_hand(
+    told: Path, kt: RunKt, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    monkeypatch.setenv("HOME", str(told.parent / home))
+    monkeypatch.setenv("WORK_KEY", "a-key-of-the-server")
+    (told.parent / home).mkdir(exist_ok=True)
+    for name in AGENTS:
+        write_client(told, AGENTS[name].command)
         with ChatPeer(["yes"]) as peer:
-            printed = kt("agent", name, "--url", peer.url, "--print", "--", "-p", "it's")
+            words = ("agent", name, "--url", peer.url, "--key-variable", "WORK_KEY", "--print")
+            printed = kt(*words, "--", "-p", "it's")
+            document = kt(*words, "--json").json
         assert printed.code == 0 and not told.exists() and is_clean(told)
+        assert "a-key-of-the-server" not in printed.out
         path = f"{os.environ['PATH']}:/usr/bin:/bin"
+        folder = told.parent / home / ".cache" / f"kt-{AGENTS[name].command}"
         done = subprocess.run(["/bin/sh", "-c", printed.out], env={**os.environ, "PATH": path})
         heard = json.loads(told.read_text())
         assert done.returncode == 7 and heard["arguments"][-2:] == ["-p", "it's"]
-        assert peer.url in json.dumps([heard["environment"], list(heard["files"].values())])
+        told_all = json.dumps([heard["arguments"], heard["environment"], list(heard["files"].values())])
+        assert peer.url in told_all and "a-key-of-the-server" in told_all
+        assert heard["files"].keys() == {str(folder / file) for file in document["files"]}
+        assert all(heard["files"][str(folder / file)] == text for file, text in document["files"].items())
+        assert all((folder / file).stat().st_mode & 0o077 == 0 for file in document["files"])
         told.unlink()
-        subprocess.run(["/bin/rm", "-r", str(told.parent / "home" / ".cache")], check=True)
+        shutil.rmtree(folder.parent, ignore_errors=True)
+
+
+def test_adapter_is_asked_only_where_model_is_one(told: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, output = tmp_path / "m", tmp_path / "my run"
+    for folder, name in ((base, "config.json"), (output, "adapter_config.json")):
+        folder.mkdir()
+        (folder / name).write_text(json.dumps({"model_type": "qwen3", "base_model_name_or_path": str(base)}))
+    listed: dict[str, Any] = {name: {} for name in ("m", "m:a", "m:my-run")}
+    for words, name in (
+        ([str(base), "--lora-paths", "a=DIR"], "m"),
+        ([str(output), "--lora-paths", "a=DIR"], "m:my-run"),
+        ([str(base), "--adapter", "a"], "m:a"),
+        ([], "m"),
+    ):
+        assert _served_name(parse_agent(["claude", *words]), listed) == name
 
 
 def test_list_says_what_is_installed(told: Path, kt: RunKt) -> None:

@@ -65,23 +65,25 @@ def agent(
     if shutil.which(client.command) is None and not line.options.print_only:
         raise InputError(client.command, "no such program on PATH", client.title, client.install)
     with ExitStack() as stack:
-        url, entries = _server(line, stack)
+        key = os.environ.get(line.options.key_variable) if line.options.url is not None else None
+        url, entries = _server(line, key, stack)
         model = _served_name(line, entries)
         context = _check_model(client, model, entries[model])
-        key = os.environ.get(line.options.key_variable) if line.options.url else None
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"kt-{line.name}-")))
-        connection = _connection(url, model, context, folder, key)
-        setup = client.setup(connection)
         if line.options.print_only:
-            command = [client.command, *setup.arguments, *line.client]
+            folder = Path.home() / ".cache" / f"kt-{client.command}"
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"kt-{line.name}-")))
+        setup = client.setup(_connection(url, model, context, folder, key))
+        command = [client.command, *setup.arguments, *line.client]
+        if line.options.print_only:
             document = {"environment": setup.environment, "files": setup.files, "command": command}
-            print_result(document, setup_lines(client, setup, folder, line.client), as_json)
+            print_result(document, setup_lines(setup, folder, command, key, line.options.key_variable), as_json)
             return
         for name, text in setup.files.items():
             (folder / name).write_text(text)
         if client.stop:
             stack.callback(_stop_client, [client.command, *client.stop], setup.environment)
-        code = run_client([client.command, *setup.arguments, *line.client], setup.environment)
+        code = run_client(command, setup.environment)
     raise typer.Exit(code)
 
 
@@ -139,7 +141,7 @@ def agent_lines() -> list[str]:
     ]
 
 
-def _server(line: AgentLine, stack: ExitStack) -> tuple[str, dict[str, dict[str, Any]]]:
+def _server(line: AgentLine, key: str | None, stack: ExitStack) -> tuple[str, dict[str, dict[str, Any]]]:
     """The address of the server and what it lists: that of --url, a running one without MODEL, or one for MODEL."""
     from ktransformers.cli import ask
     from ktransformers.cli.chat_server import served
@@ -147,9 +149,8 @@ def _server(line: AgentLine, stack: ExitStack) -> tuple[str, dict[str, dict[str,
     from ktransformers.serve.flags import parse
     from ktransformers.serve.running import running_servers
 
-    key = None
     if line.options.url is not None:
-        address, key = line.options.url, os.environ.get(line.options.key_variable)
+        address = line.options.url
         url = address if "://" in address else f"http://{address}"
     elif line.model is None and not line.flags and len(servers := running_servers()) == 1:
         url = servers[0].url
@@ -168,15 +169,23 @@ def _server(line: AgentLine, stack: ExitStack) -> tuple[str, dict[str, dict[str,
 
 
 def _served_name(line: AgentLine, entries: dict[str, dict[str, Any]]) -> str:
-    """The name that requests have: the base, the adapter that is asked for, or the one that MODEL is."""
+    """The name that requests have: the base, the adapter that is asked for, or that of the training output MODEL."""
     names = list(entries)
     wanted = line.options.adapter or (line.model if line.options.url else None)
     if wanted is None:
-        return names[1] if line.model and not line.options.url and len(names) > 1 else names[0]
+        return f"{names[0]}:{trained}" if line.model and (trained := _trained_adapter(line.model)) else names[0]
     for name in (wanted, f"{names[0]}:{wanted}"):
         if name in entries:
             return name
     raise InputError("adapter" if line.options.adapter else "MODEL", wanted, f"one of {', '.join(names)}")
+
+
+def _trained_adapter(model: str) -> str | None:
+    """The name of the adapter that MODEL is; None: it is a base, whatever adapters the flags add."""
+    from ktransformers.cli.chat_server import serve_words
+    from ktransformers.serve.target import resolve_target
+
+    return next((name for name, _ in resolve_target(serve_words(model)[0]).adapters), None)
 
 
 def _check_model(client: Agent, model: str, entry: dict[str, Any]) -> int:
@@ -198,15 +207,23 @@ def _connection(url: str, model: str, context: int, folder: Path, key: str | Non
     return AgentConnection(url, model, context, folder, key or NO_KEY)
 
 
-def setup_lines(client: Agent, setup: ClientSetup, folder: Path, arguments: Sequence[str]) -> list[str]:
-    """A shell script that does by hand what `kt agent` does. Its files go to a folder that stays."""
-    stays = f"{Path.home()}/.cache/kt-{client.command}"
-    lines = [f"mkdir -p {stays}"] if setup.files else []
+def setup_lines(
+    setup: ClientSetup, folder: Path, command: Sequence[str], key: str | None, key_variable: str
+) -> list[str]:
+    """A shell script that does by hand what `kt agent` does. It reads the key from its variable, and nobody else can
+    read the files, which may hold it."""
+
+    def word(text: str) -> str:
+        parts = text.split(key) if key else [text]
+        return f'"${{{key_variable}}}"'.join(shlex.quote(part) for part in parts)
+
+    lines = ["(umask 077", f"mkdir -p {shlex.quote(str(folder))}"] if setup.files else []
     for name, text in setup.files.items():
-        lines += [f"cat > {stays}/{name} <<'END'", text.replace(str(folder), stays).rstrip("\n"), "END"]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in setup.environment.items()]
-    lines.append(shlex.join([client.command, *setup.arguments, *arguments]))
-    return [line.replace(str(folder), stays) for line in lines]
+        path = shlex.quote(str(folder / name))
+        lines += [f"rm -f {path}", f"printf '%s' {word(text)} > {path}"]
+    lines += [")"] if setup.files else []
+    lines += [f"export {name}={word(value)}" for name, value in setup.environment.items()]
+    return [*lines, shlex.join(command)]
 
 
 def run_client(command: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,11 @@ def test_options_are_settings() -> None:
     options = {"temperature": 0.5, "repeat_penalty": 1.2, "num_predict": -1, "num_ctx": 8192, "mirostat": 1}
     request = parse(options=options, think="high", format="json", keep_alive="5m")
     assert request.generation.sampling == {"temperature": 0.5, "repetition_penalty": 1.2}
-    assert request.generation.max_tokens is None and request.generation.stream and request.generation.model == "tiny"
+    assert (
+        request.generation.max_tokens is None
+        and request.generation.stream
+        and request.generation.model == "tiny:latest"
+    )
     assert request.conversation.reasoning == Reasoning(True, "high") and request.generation.schema == {"type": "object"}
     assert request.ignored == ("options.mirostat",)
     with pytest.raises(ApiError, match="images"):
@@ -54,6 +59,18 @@ def test_lists_and_descriptions(served: RunningServer) -> None:
         shown = json.loads(ask(served.url, "/api/show", {"model": name})[2])
         assert {"completion", "tools"} <= set(shown["capabilities"]) and "messages" in shown["template"]
         assert shown["model_info"]["ktransformers.context_length"] == 512
-    status, _, body = ask(served.url, "/api/show", {"model": "nobody"})
+    status, _, body = ask(served.url, "/api/show", {"model": "nobody:latest"})
     assert status == 404 and "not served" in json.loads(body)["error"]
     assert "version" in json.loads(ask(served.url, "/api/version")[2])
+
+
+def test_an_adapter_may_have_the_name_of_the_default_tag(served: RunningServer, adapters: dict[str, Path]) -> None:
+    service = served.service
+    assert service.find("tiny:latest") is None and service.find("one:latest") is service.find("tiny:one")
+    latest = service.registry.load("latest", adapters["two"])
+    try:
+        assert service.find("tiny:latest") is service.find("latest") is latest
+        shown = json.loads(ask(served.url, "/api/show", {"model": "tiny:latest"})[2])
+        assert shown["details"]["parent_model"]
+    finally:
+        service.registry.unload("latest")

@@ -257,6 +257,10 @@ def test_tool_choice(choice: Any, expected: tuple[str, tuple[str, ...]]) -> None
         ),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id", "given nothing"),
         ({"max_output_tokens": 0}, "max_output_tokens", "given 0, expected at least 1"),
+        ({"user": "a" * 1025}, "user", "at most 1024 characters"),
+        ({"prompt_cache_key": "a" * 1025}, "prompt_cache_key", "at most 1024 characters"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata", "at most 16 entries"),
+        ({"metadata": {"a": "a" * 513}}, "metadata.a", "at most 512 characters"),
         ({"temperature": "hot"}, "temperature", "given 'hot', expected a number"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "given 'huge', expected 'none', 'minimal'"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "expected text.format.schema"),
@@ -346,6 +350,13 @@ def test_input_of_a_custom_tool_that_the_model_called_otherwise(arguments: str, 
     events = [CallBegin(0, "p"), *(CallArguments(0, piece) for piece in arguments), CallEnd(0, arguments)]
     (item,) = Answer(request, events).document["output"]
     assert (item["type"], item["input"]) == ("custom_tool_call", expected)
+
+
+def test_a_ping_is_short() -> None:
+    answer = Answer(parse(input="a", instructions="Be brief.", tools=[FUNCTION]), [TextDelta("Yes.")])
+    (first, ping), (created,) = answer.of("in_progress"), answer.of("created")
+    assert first["response"] == created["response"] and len(created["response"]["tools"]) == 1
+    assert ping["response"]["tools"] == [] and ping["response"]["instructions"] is None
 
 
 def test_log_probabilities_belong_to_text() -> None:

@@ -110,6 +110,10 @@ def test_strict_fields_refuse_unknown_ones(served: RunningServer) -> None:
         preparer.prepare("completion", b'{"prompt": "a", "wishes": 3}', {})
     with pytest.raises(ApiError, match="num_ctx"):
         preparer.prepare("chat", b'{"messages": [{"role": "user", "content": "a"}], "num_ctx": 3}', {})
+    asked = b'{"messages": [{"role": "user", "content": "a"}], "return_token_strs": true, "add_special_tokens": true%s}'
+    assert preparer.prepare("tokenize", asked % b"", {}).echo
+    with pytest.raises(ApiError, match="num_ctx"):
+        preparer.prepare("tokenize", asked % b', "num_ctx": 3', {})
     assert served.service.preparer.prepare("completion", b'{"prompt": "a", "wishes": 3}', {}).ignored == ("wishes",)
 
 

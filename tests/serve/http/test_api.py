@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ktransformers.serve.doors.chat import ChatEmitter
 from tests.support.serving import EngineHarness, RunningServer, make_service, run_app
 
 openai = pytest.importorskip("openai")
@@ -278,6 +279,51 @@ def test_disconnected_client_is_cancelled(served: RunningServer) -> None:
     assert not engine.running
 
 
+@pytest.mark.parametrize("broken", ["parser", "emitter", "event"])
+def test_sequences_end_with_an_answer_that_fails(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    engine, counts = served.service.engine, served.service.engine.counts
+    owner, name = {
+        "parser": (served.service, "choice_parser"),
+        "emitter": (ChatEmitter, "__init__"),
+        "event": (ChatEmitter, "event"),
+    }[broken]
+    monkeypatch.setattr(owner, name, fail)
+    before = sum(counts.finished.values()), counts.finished.get("cancelled", 0)
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 400, "ignore_eos": True}
+    assert post(served.url, "/v1/chat/completions", body)[0] == 500
+    if broken != "parser":
+        end = time.monotonic() + 20
+        while counts.finished.get("cancelled", 0) == before[1] and time.monotonic() < end:
+            time.sleep(0.02)
+        assert counts.finished.get("cancelled", 0) == before[1] + 1
+    else:
+        assert sum(counts.finished.values()) == before[0]
+    assert not engine.running
+
+
+def test_an_adapter_may_be_unloaded_before_its_answer_begins(
+    served: RunningServer, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = served.service
+    service.registry.load("brief", adapters["one"])
+    original = service.generation_requests
+
+    def generation_requests(prepared: Any, request_id: str = "") -> Any:
+        requests = original(prepared, request_id)
+        service.registry.unload("brief")
+        return requests
+
+    monkeypatch.setattr(service, "generation_requests", generation_requests)
+    body = {"model": "brief", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    code, response = post(served.url, "/v1/chat/completions", body)
+    assert code == 200 and response["usage"]["completion_tokens"] > 0
+
+
 def test_full_queue_missing_key_and_timeout_are_refused(harness: EngineHarness, adapters: dict[str, Path]) -> None:
     from ktransformers.serve.http.api import create_app
     from ktransformers.serve.http.boundary import AccessRules
@@ -346,6 +392,20 @@ def test_tokenize_and_detokenize(served: RunningServer, harness: EngineHarness) 
     text = harness.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert chat == harness.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert post(served.url, "/tokenize", {})[0] == post(served.url, "/detokenize", {"tokens": [-1]})[0] == 400
+
+
+def test_counts_are_of_models_that_are_served(served: RunningServer) -> None:
+    said = {"messages": [{"role": "user", "content": "Hi"}]}
+    bodies = {
+        "/v1/messages/count_tokens": said,
+        "/v1/responses/input_tokens": {"input": "Hi"},
+        "/tokenize": said,
+        "/detokenize": {"tokens": [5]},
+    }
+    for path, body in bodies.items():
+        assert post(served.url, path, {**body, "model": "one"})[0] == 200
+        status, answer = post(served.url, path, {**body, "model": "nobody"})
+        assert status == 404 and "not served" in answer["error"]["message"]
 
 
 def test_page_loads_nothing_from_other_hosts(served: RunningServer) -> None:

@@ -246,6 +246,27 @@ def test_a_turn_continues_from_what_was_sampled(served: RunningServer, answers: 
     assert "kt_sampled_answers_bytes " in metrics
 
 
+def test_a_turn_continues_from_an_answer_that_ended_with_its_first_call(
+    served: RunningServer, answers: list[list[int]]
+) -> None:
+    tokenizer = served.service.tokenizer
+    script = sampled(tokenizer, CALL + "\n" + CALL.removeprefix(THINKING))
+    answers += [list(script), sampled(tokenizer, "Done.")]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Please edit only /a for me."}]
+    message, first_tokens, _ = ask(served, messages, parallel_tool_calls=False)
+    (call,) = message["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "Done."}
+    _, _, cached = ask(served, [*messages, message, result])
+    assert cached >= first_tokens + len(sampled(tokenizer, CALL)) - 2
+
+
+def test_an_answer_without_an_end_is_not_remembered(served: RunningServer, answers: list[list[int]]) -> None:
+    answers.append(sampled(served.service.tokenizer, "Yes."))
+    before = len(served.service.sampled_answers)
+    ask(served, [{"role": "user", "content": "Is it so?"}], ignore_eos=True, max_tokens=4)
+    assert len(served.service.sampled_answers) == before
+
+
 def test_the_prompt_is_the_rendered_text_with_answers_as_they_were_sampled(
     served: RunningServer, answers: list[list[int]]
 ) -> None:

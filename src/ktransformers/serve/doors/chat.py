@@ -34,10 +34,18 @@ from ktransformers.serve.doors.conversation import (
     Turn,
 )
 from ktransformers.serve.doors.door import AnswerHead, Door
+from ktransformers.serve.doors.fields import Name
 from ktransformers.serve.doors.template_messages import read_arguments
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.json_slices import SSE_DONE, sse_event
-from ktransformers.serve.http.protocol import MAX_TOP_LOGPROBS, CommonRequest, MaxTokens, OpenModel, parse_body
+from ktransformers.serve.http.protocol import (
+    MAX_TOP_LOGPROBS,
+    CommonRequest,
+    Identifier,
+    MaxTokens,
+    OpenModel,
+    parse_body,
+)
 
 IMAGE_PARTS = {"image", "image_url", "input_image"}
 Budget = Annotated[int, Field(ge=-1, le=2**31)]
@@ -70,7 +78,7 @@ class ChatMessage(OpenModel):
 
 
 class OfferedFunction(OpenModel):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -133,8 +141,8 @@ class ChatBody(CommonRequest):
     # OpenAI's, accepted without effect
     modalities: list[str] | None = None
     verbosity: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
+    prompt_cache_key: Identifier | None = None
+    safety_identifier: Identifier | None = None
 
 
 def parse(body: bytes | bytearray) -> ChatRequest:
@@ -147,7 +155,7 @@ def parse(body: bytes | bytearray) -> ChatRequest:
     choice, chosen = _tool_choice(request)
     conversation = Conversation(
         turns=tuple(_turn(message) for message in request.messages),
-        tools=tuple(Tool(one.name, one.description or "", one.parameters or {}, bool(one.strict)) for one in offered),
+        tools=tuple(offered_tool(function) for function in offered),
         tool_choice=choice,
         chosen_tools=chosen,
         parallel_calls=request.parallel_tool_calls is not False and not request.functions,
@@ -159,6 +167,10 @@ def parse(body: bytes | bytearray) -> ChatRequest:
     generation = request.generation(max_tokens, logprobs, return_token_ids=request.return_token_ids)
     echo = {"usage_in_stream": request.usage_in_stream, "functions": bool(request.functions and not request.tools)}
     return ChatRequest(conversation, generation, echo | {"logprobs": request.logprobs or False}, ignored)
+
+
+def offered_tool(function: OfferedFunction) -> Tool:
+    return Tool.of(function.name, function.description, function.parameters, function.strict)
 
 
 def _tool_choice(request: ChatBody) -> tuple[ToolChoice, tuple[str, ...]]:

@@ -44,6 +44,11 @@ class Tool:
     parameters: dict[str, Any] = field(default_factory=dict)  # JSON schema of an object
     strict: bool = False  # a call whose arguments do not follow the schema must not happen
 
+    @classmethod
+    def of(cls, name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None) -> Tool:
+        """As requests describe it, where anything but the name may be absent."""
+        return cls(name, description or "", parameters or {}, bool(strict))
+
 
 @dataclass(frozen=True)
 class Reasoning:

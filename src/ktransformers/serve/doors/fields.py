@@ -4,17 +4,21 @@ with what was given and what was expected.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterator
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
-
-from ktransformers.serve.http.error import MAX_PARAM_CHARACTERS, ApiError, bounded
+from pydantic import BaseModel, ConfigDict, Field
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+# Settings of sampling, which doors have under names of their own.
+Temperature = Annotated[Finite, Field(ge=0, le=2)]
+TopP = Annotated[Finite, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, le=2**31)]
+MinP = Annotated[Finite, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[Finite, Field(ge=0.01, le=10)]
+Penalty = Annotated[Finite, Field(ge=-2, le=2)]  # for presence and for frequency
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 # By pydantic's type of an error; anything else is told in pydantic's words.
 EXPECTED = {
     "bool_type": "true or false",
@@ -23,15 +27,21 @@ EXPECTED = {
     "finite_number": "a finite number",
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",
+    "int_from_float": "an integer",
     "int_type": "an integer",
+    "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
     "list_type": "a list",
     "literal_error": "{expected}",
     "missing": "a value",
+    "model_attributes_type": "an object",
     "model_type": "an object",
+    "none_required": "null",
+    "string_pattern_mismatch": "text that matches {pattern}",
     "string_too_long": "at most {max_length} characters",
     "string_too_short": "at least {min_length} characters",
     "string_type": "text",
+    "string_unicode": "Unicode text",
     "too_long": "at most {max_length} entries",
     "too_short": "at least {min_length} entries",
 }
@@ -49,28 +59,3 @@ class Fields(BaseModel):
             value = getattr(self, name)
             if isinstance(value, Fields):
                 yield from value.unknown_fields(f"{prefix}{name}.")
-
-
-Kind = TypeVar("Kind", bound=BaseModel)
-
-
-def validated(kind: type[Kind], value: Any, where: str = "") -> Kind:
-    """`where`: the path of `value` in the request."""
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = bounded(".".join(part for part in (where, *map(str, first["loc"])) if part), MAX_PARAM_CHARACTERS)
-        expected = EXPECTED.get(first["type"], first["msg"]).format_map(first.get("ctx", {}))
-        given = "nothing" if first["type"] == "missing" else reprlib.repr(first["input"])
-        raise ApiError(400, f"{name}: given {given}, expected {expected}", param=name) from error
-
-
-def parse_object(body: bytes | bytearray) -> dict[str, Any]:
-    try:
-        document = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"body: given no JSON ({error}), expected a JSON object") from error
-    if not isinstance(document, dict):
-        raise ApiError(400, f"body: given {reprlib.repr(document)}, expected a JSON object")
-    return document

@@ -21,7 +21,7 @@ from ktransformers.serve.doors import answer_events
 from ktransformers.serve.doors.answer_events import AnswerEvent, Finish, Usage
 from ktransformers.serve.doors.conversation import Call, ChatRequest, Conversation, Generation, Reasoning, Tool, Turn
 from ktransformers.serve.doors.door import AnswerHead, Door
-from ktransformers.serve.doors.fields import Fields, Finite, Name
+from ktransformers.serve.doors.fields import Fields, Name, Temperature, TopP
 from ktransformers.serve.http.error import ApiError, bounded
 from ktransformers.serve.http.json_slices import sse_event
 from ktransformers.serve.http.protocol import ModelName, parse_body
@@ -155,8 +155,8 @@ class MessagesBody(Fields):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     stop_sequences: Annotated[list[StopSequence], Field(max_length=16)] | None = None
-    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
     stream: bool | None = None
     # The following have no effect here.
@@ -219,7 +219,7 @@ class _Tools:
         here: what it would find is offered from the start."""
         searched = any(name.startswith("tools.tool_search") for name in self.skipped.values())
         return tuple(
-            Tool(name, tool.description or "", tool.input_schema or {}, bool(tool.strict))
+            Tool.of(name, tool.description, tool.input_schema, tool.strict)
             for name, tool in self._known.items()
             if searched or not tool.defer_loading or name in self._referenced
         )

@@ -21,14 +21,15 @@ from ktransformers.serve.doors.answer_events import (
     TextDelta,
     Usage,
 )
-from ktransformers.serve.doors.chat import OfferedTool
-from ktransformers.serve.doors.conversation import Call, ChatRequest, Conversation, Generation, Reasoning, Tool, Turn
+from ktransformers.serve.doors.chat import OfferedTool, offered_tool
+from ktransformers.serve.doors.conversation import Call, ChatRequest, Conversation, Generation, Reasoning, Turn
 from ktransformers.serve.doors.door import AnswerHead, Door
-from ktransformers.serve.doors.fields import Fields, Finite
+from ktransformers.serve.doors.fields import Fields, MinP, Penalty, RepetitionPenalty, Seed, Temperature, TopK, TopP
 from ktransformers.serve.doors.template_messages import read_arguments
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.protocol import ModelName, OpenModel, StopString, parse_body
 
+DEFAULT_TAG = ":latest"  # which clients add to names
 VERSION = "0.20.0"  # of Ollama, whose API this is; clients compare it
 # An option -> the setting of `Sampling`.
 SAMPLING = {
@@ -44,14 +45,14 @@ SAMPLING = {
 
 
 class OllamaOptions(Fields):
-    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
-    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    repeat_penalty: Annotated[Finite, Field(ge=0.01, le=10)] | None = None
-    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Seed | None = None
     num_predict: Annotated[int, Field(ge=-2, le=2**31)] | None = None  # negative: no limit
     num_ctx: int | None = None  # the context is the server's
     stop: Annotated[list[StopString], Field(max_length=16)] | None = None
@@ -94,11 +95,6 @@ class ShowBody(Fields):
     verbose: bool | None = None
 
 
-def model_name(name: str) -> str:
-    """Without Ollama's default tag, which clients add."""
-    return name.removesuffix(":latest")
-
-
 def parse(body: bytes | bytearray) -> ChatRequest:
     request, ignored = parse_body(body, OllamaBody)
     options = request.options or OllamaOptions()
@@ -106,11 +102,11 @@ def parse(body: bytes | bytearray) -> ChatRequest:
     schema = {"type": "object"} if request.format == "json" else request.format or None
     conversation = Conversation(
         turns=tuple(_turn(message) for message in request.messages),
-        tools=tuple(_tool(tool) for tool in request.tools or ()),
+        tools=tuple(offered_tool(tool.function) for tool in request.tools or ()),
         reasoning=Reasoning(None) if request.think is None else _reasoning(request.think),
     )
     generation = Generation(
-        model=model_name(request.model or "") or None,
+        model=request.model or None,
         max_tokens=None if limit is None or limit < 0 else limit,
         stream=request.stream is not False,
         sampling={ours: value for name, ours in SAMPLING.items() if (value := getattr(options, name)) is not None},
@@ -122,11 +118,6 @@ def parse(body: bytes | bytearray) -> ChatRequest:
 
 def _reasoning(think: bool | str) -> Reasoning:
     return Reasoning(think) if isinstance(think, bool) else Reasoning(True, think)
-
-
-def _tool(tool: OfferedTool) -> Tool:
-    function = tool.function
-    return Tool(function.name, function.description or "", function.parameters or {}, bool(function.strict))
 
 
 def _turn(message: OllamaMessage) -> Turn:

@@ -34,17 +34,16 @@ from ktransformers.serve.doors.answer_events import (
 )
 from ktransformers.serve.doors.conversation import Call, ChatRequest, Conversation, Reasoning, Tool, ToolChoice, Turn
 from ktransformers.serve.doors.door import AnswerHead, Door
+from ktransformers.serve.doors.fields import Name
 from ktransformers.serve.doors.template_messages import read_arguments
 from ktransformers.serve.http.error import ApiError, bounded
 from ktransformers.serve.http.json_slices import sse_event
-from ktransformers.serve.http.protocol import MAX_TOP_LOGPROBS, CommonRequest, OpenModel, parse_body
+from ktransformers.serve.http.protocol import MAX_TOP_LOGPROBS, CommonRequest, Identifier, OpenModel, parse_body
 
 CUSTOM_PARAMETER = "input"  # of the function that stands for a custom tool
 REASONING_PREFIX = "kt1:"  # of `encrypted_content` that is ours
 # Items that are not for the model: calls of tools that a provider runs, and notes of a client to a provider.
 SKIPPED_ITEMS = ("_call", "_call_output", "_search_output", "_tools", "_update", "compaction", "compaction_trigger")
-
-Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class ContentPart(OpenModel):
@@ -202,9 +201,9 @@ class ResponsesBody(CommonRequest):
     background: bool | None = None
     # OpenAI's and Codex's, accepted without effect
     truncation: Literal["auto", "disabled"] | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Identifier | None = None
     prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
+    safety_identifier: Identifier | None = None
     client_metadata: dict[str, Any] | None = None
     max_tool_calls: int | None = None
 
@@ -305,7 +304,7 @@ def _named_tools(
 
 def _offered(name: str, tool: FunctionTool | CustomTool) -> Tool:
     if isinstance(tool, FunctionTool):
-        return Tool(name, tool.description or "", tool.parameters or {}, bool(tool.strict))
+        return Tool.of(name, tool.description, tool.parameters, tool.strict)
     usage = f"Call it with one parameter, `{CUSTOM_PARAMETER}`: the whole input as text."
     if tool.format is not None and tool.format.definition:
         usage += f" The text has to match this {tool.format.syntax or 'grammar'}:\n{tool.format.definition}"
@@ -485,8 +484,10 @@ class ResponsesEmitter:
         return [self._event(kind, response=self._response("in_progress")) for kind in kinds]
 
     def ping(self) -> str:
-        """Codex ends a stream without events after five minutes. Comments are no events."""
-        return self._event("response.in_progress", response=self._response("in_progress"))
+        """Codex ends a stream without events after five minutes. Comments are no events. The request's long fields are
+        not repeated each time."""
+        short = {**self._response("in_progress"), "instructions": None, "tools": []}
+        return self._event("response.in_progress", response=short)
 
     def event(self, choice: int, event: AnswerEvent) -> Iterator[str]:
         match event:

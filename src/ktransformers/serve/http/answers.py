@@ -18,6 +18,7 @@ from typing import Any
 from ktransformers.serve.doors.answer_events import CallEnd, Finish, TokenScores, Usage
 from ktransformers.serve.doors.door import AnswerHead, Door
 from ktransformers.serve.http.boundary import api_error
+from ktransformers.serve.http.choice_parser import ChoiceParser
 from ktransformers.serve.http.error import UNAVAILABLE, ApiError
 from ktransformers.serve.http.json_slices import SSE_DONE, encode_json, sse_event
 from ktransformers.serve.http.prepare import PreparedRequest, TokenizedPrompt
@@ -125,7 +126,7 @@ class ResponseStream:
             self.cancel()
 
     def sampled(self, choice: int) -> list[int]:
-        """The tokens of a choice that has ended."""
+        """The tokens of a choice, which may have more than its last event tells of."""
         return self._sequences[choice].new_tokens
 
     def cancel_choice(self, choice: int) -> None:
@@ -206,13 +207,18 @@ class DoorAnswer:
     """One request of a door in progress: events of the engine in, what the door's emitter makes of them out."""
 
     def __init__(
-        self, door: Door, service: Service, prepared: PreparedRequest, responses: ResponseStream, request_id: str
+        self,
+        door: Door,
+        service: Service,
+        prepared: PreparedRequest,
+        parsers: Sequence[ChoiceParser],
+        responses: ResponseStream,
+        request_id: str,
     ) -> None:
         assert prepared.chat is not None
         self.responses, self._prepared, self._request_id = responses, prepared, request_id
         self._logprob_format = LogprobFormat(service.tokenizer)
-        self._service = service
-        self._parsers = [service.choice_parser(prepared) for _ in responses.answers]
+        self._service, self._parsers = service, parsers
         self._single_call = not prepared.chat.parallel_calls
         self._ended: set[int] = set()  # choices that ended before their sequence did
         prompt = prepared.prompts[0].tokens
@@ -253,21 +259,27 @@ class DoorAnswer:
         if event.scores and self._prepared.logprobs is not None:
             content = self._logprob_format.chat(event.scores)["content"]
             yield from self._emitter.event(choice, TokenScores(tuple(content)))
-        for one in self._parsers[choice].events(event):
+        events = self._parsers[choice].events(event)
+        for one in events:
             yield from self._emitter.event(choice, one)
             if self._single_call and isinstance(one, CallEnd):
                 self._ended.add(choice)
+                if one is events[-1]:  # no other call has begun in these tokens
+                    self._remember(choice, event, ended=False)
                 self.responses.cancel_choice(choice)
                 yield from self._emitter.finish(choice, Finish("stop"))
                 return
         if event.finish is not None:
             if event.finish in ("stop", "length") and event.stop_string is None:
-                said, tokens = self._parsers[choice].turn(), self.responses.sampled(choice)
-                ended = event.finish == "stop"
-                self._service.remember(self._prepared, said, tokens, ended=ended, cached=event.cached)
+                self._remember(choice, event, ended=event.finish == "stop")
             by_string = event.stop_string in self._prepared.stop_strings
             finish = Finish("stop_string", event.stop_string) if by_string else Finish(event.finish)
             yield from self._emitter.finish(choice, finish)
+
+    def _remember(self, choice: int, event: Event, *, ended: bool) -> None:
+        """The answer up to this event."""
+        said, tokens = self._parsers[choice].turn(), self.responses.sampled(choice)[: event.tokens]
+        self._service.remember(self._prepared, said, tokens, ended=ended, cached=event.cached)
 
     def _usage(self) -> Usage:
         answers = self.responses.answers
@@ -279,7 +291,14 @@ class Completion:
     """One request to /v1/completions in progress: text or tokens in, text out, with `echo` and log-probabilities of the
     prompt for scoring."""
 
-    def __init__(self, service: Service, prepared: PreparedRequest, responses: ResponseStream, request_id: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        prepared: PreparedRequest,
+        parsers: Sequence[ChoiceParser],  # none: the answer is text
+        responses: ResponseStream,
+        request_id: str,
+    ) -> None:
         self._prepared, self.responses, self._request_id = prepared, responses, request_id
         self._logprob_format = LogprobFormat(service.tokenizer)
         self._model = prepared.model or service.registry.served

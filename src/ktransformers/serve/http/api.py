@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request  # type: ignore[import-not-found,unused-ignore]
 from fastapi.exceptions import RequestValidationError  # type: ignore[import-not-found,unused-ignore]
 from fastapi.middleware.cors import CORSMiddleware  # type: ignore[import-not-found,unused-ignore]
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse  # type: ignore[import-not-found,unused-ignore]
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect  # type: ignore[import-not-found,unused-ignore]
 
 import ktransformers
 from ktransformers.ground.errors import KTError
@@ -32,6 +33,7 @@ from ktransformers.serve.http import metrics, openapi
 from ktransformers.serve.http.answers import Completion, DoorAnswer, ResponseStream
 from ktransformers.serve.http.body import BodyReader
 from ktransformers.serve.http.boundary import AccessRules, RequestBoundary
+from ktransformers.serve.http.choice_parser import ChoiceParser
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.model_list import list_models
 from ktransformers.serve.http.page import page_document, page_headers
@@ -63,7 +65,8 @@ OTHER_MODELS = {
     **dict.fromkeys(("/v1/embeddings", "/api/embed", "/api/embeddings"), "embeddings"),
     **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank", "/v1/score"), "reranking"),
 }
-MakeAnswer = Callable[[Service, PreparedRequest, ResponseStream, str], DoorAnswer | Completion]
+Result = TypeVar("Result")
+MakeAnswer = Callable[[Service, PreparedRequest, list[ChoiceParser], ResponseStream, str], DoorAnswer | Completion]
 
 
 class RequestCounter:
@@ -122,15 +125,13 @@ class Api:
     async def count(self, door: Door, request: Request) -> Response:
         prepared = await self._prepare(request, COUNT + door.name)
         assert door.count_document is not None
-        if prepared is None:
-            return Response(status_code=499)
+        self.service.find(prepared.model)
         return JSONResponse(door.count_document(len(prepared.prompts[0].tokens)))
 
     async def tokenize(self, request: Request) -> Response:
         """vLLM's: of text, or of the messages of a chat completion."""
         prepared = await self._prepare(request, "tokenize")
-        if prepared is None:
-            return Response(status_code=499)
+        self.service.find(prepared.model)
         tokens = list(prepared.prompts[0].tokens)
         document = {"count": len(tokens), "max_model_len": self.service.max_sequence_tokens, "tokens": tokens}
         strings = self.service.tokenizer.convert_ids_to_tokens(tokens) if prepared.echo else None
@@ -138,15 +139,14 @@ class Api:
 
     async def detokenize(self, request: Request) -> Response:
         prepared = await self._prepare(request, "detokenize")
-        return Response(status_code=499) if prepared is None else JSONResponse({"prompt": prepared.prompts[0].text})
+        self.service.find(prepared.model)
+        return JSONResponse({"prompt": prepared.prompts[0].text})
 
-    async def _prepare(self, request: Request, kind: str) -> PreparedRequest | None:
-        """None: the client has disconnected."""
+    async def _prepare(self, request: Request, kind: str) -> PreparedRequest:
         async with self._bodies.read(request) as body:
             prepared = await self._while_connected(request, self.pool.prepare(kind, body, self.service.templates()))
-        if prepared is not None:
-            self._log_ignored(request.url.path, prepared.ignored)
-        return prepared  # type: ignore[no-any-return]
+        self._log_ignored(request.url.path, prepared.ignored)
+        return prepared
 
     def _log_ignored(self, path: str, names: tuple[str, ...]) -> None:
         """Each name once, and not more of them than a log should hold."""
@@ -156,27 +156,37 @@ class Api:
             LOG.warning("%s: unknown fields are ignored: %s", path, _in_ascii(new))
 
     async def _answer(
-        self, request: Request, prepared: PreparedRequest | None, make_answer: MakeAnswer, media_type: str
+        self, request: Request, prepared: PreparedRequest, make_answer: MakeAnswer, media_type: str
     ) -> Response:
-        if prepared is None:
-            return Response(status_code=499)
         request_id = request.scope["request_id"]
-        responses = await asyncio.to_thread(self._submit, prepared, request_id, asyncio.get_running_loop())
-        answer = make_answer(self.service, prepared, responses, request_id)
+        loop = asyncio.get_running_loop()
+        answer = await asyncio.to_thread(self._submit, prepared, make_answer, request_id, loop)
         headers = {IGNORED_HEADER: _in_ascii(prepared.ignored)} if prepared.ignored else {}
         if prepared.stream:
             return CancellingStream(answer, media_type, headers)
-        document = await self._while_connected(request, answer.complete())
-        if document is None:
-            return Response(status_code=499)
+        try:
+            document = await self._while_connected(request, answer.complete())
+        finally:
+            answer.responses.cancel()
         return Response(document, media_type="application/json", headers=headers)
 
-    def _submit(self, prepared: PreparedRequest, request_id: str, loop: asyncio.AbstractEventLoop) -> ResponseStream:
-        requests = self.service.generation_requests(prepared, request_id)
-        return ResponseStream(self.service.engine, self.service.tokenizer, requests, prepared.n, loop)
+    def _submit(
+        self, prepared: PreparedRequest, make_answer: MakeAnswer, request_id: str, loop: asyncio.AbstractEventLoop
+    ) -> DoorAnswer | Completion:
+        """The parsers are made first: the adapter may be unloaded or replaced once its sequences are queued."""
+        service, parsers = self.service, list[ChoiceParser]()
+        requests = service.generation_requests(prepared, request_id)
+        if prepared.chat is not None:
+            parsers = [service.choice_parser(prepared, requests[0].adapter) for _ in range(prepared.n)]
+        responses = ResponseStream(service.engine, service.tokenizer, requests, prepared.n, loop)
+        try:
+            return make_answer(service, prepared, parsers, responses, request_id)
+        except BaseException:
+            responses.cancel()
+            raise
 
-    async def _while_connected(self, request: Request, result: Any) -> Any:
-        """The result; None if the client disconnects first, which cancels it."""
+    async def _while_connected(self, request: Request, result: Coroutine[Any, Any, Result]) -> Result:
+        """Raises ClientDisconnect if the client disconnects first, which cancels the result."""
         task = asyncio.ensure_future(result)
         try:
             while True:
@@ -184,7 +194,7 @@ class Api:
                 if done:
                     return task.result()
                 if await request.is_disconnected():
-                    return None
+                    raise ClientDisconnect
         finally:
             task.cancel()
 
@@ -204,11 +214,12 @@ class Api:
     async def ollama_show(self, request: Request) -> dict[str, Any]:
         async with self._adapter_bodies.read(request) as body:
             asked, _ = parse_body(body, ollama.ShowBody)
-        name = ollama.model_name(asked.model or asked.name or "") or self.service.registry.served
-        self.service.find(name)
+        name = asked.model or asked.name or self.service.registry.served
+        adapter = self.service.find(name)
         models = list_models(self.service)
-        entry = next((one for one in models if one["id"] == name or one["id"].endswith(f":{name}")), models[0])
-        return ollama.show(entry, self.service.template_of(self.service.find(name)) or "")
+        names = (name, name.removesuffix(ollama.DEFAULT_TAG))
+        found = (one for known in names for one in models if one["id"] == known or one["id"].endswith(f":{known}"))
+        return ollama.show(next(found, models[0]), self.service.template_of(adapter) or "")
 
     async def ollama_version(self) -> dict[str, Any]:
         return {"version": ollama.VERSION}
@@ -317,6 +328,10 @@ async def _http_error(request: Request, error: Any) -> Response:
     return JSONResponse(document, status_code=status, headers=error.headers)
 
 
+async def _disconnected(_: Request, __: Any) -> Response:
+    return Response(status_code=499)
+
+
 async def _query_error(_: Request, error: Any) -> Response:
     first = error.errors()[0]
     document = ApiError(400, f"{first['loc'][-1]}: {first['msg']}").to_json()
@@ -389,6 +404,7 @@ def create_app(
     app.openapi = functools.cache(lambda: openapi.add_schemas(fastapi_openapi(), kinds, service.registry.served))
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _query_error)
+    app.add_exception_handler(ClientDisconnect, _disconnected)
     app.add_exception_handler(404, _http_error)
     app.add_exception_handler(405, _http_error)
     paths = {route.path for route in app.routes if "{" not in route.path}

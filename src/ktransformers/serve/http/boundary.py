@@ -8,9 +8,8 @@ page, or from an origin that `--cors-origins` names. Bodies must be `application
 form cannot send.
 
 An error that a client can act on (`KTError`: of the request or of a file that it names) is a 4xx in the envelope of the
-door that was asked.
-A client that has disconnected gets nothing. Anything else is a bug: it is logged once, with the request's id, which
-every answer carries as x-request-id, and answered with 500.
+door that was asked. A client that has disconnected gets nothing. Anything else is a bug: it is logged once, with the
+request's id, which every answer carries as x-request-id, and answered with 500.
 """
 
 from __future__ import annotations

@@ -173,15 +173,17 @@ class RequestPreparer:
         if kind == "tokenize":
             asked, _ = parse_body(body, TokenizeRequest)
             if asked.messages is not None:
-                prompts = self.chat(DOOR_OF_NAME["chat"].parse(body), templates).prompts
+                chat = DOOR_OF_NAME["chat"].parse(body)
+                ignored = tuple(name for name in chat.ignored if name not in TokenizeRequest.model_fields)
+                prompts = self.chat(replace(chat, ignored=ignored), templates).prompts
             elif asked.prompt is None:
                 raise ApiError(400, "prompt: given nothing, expected text, or messages", param="prompt")
             else:
                 prompts = (self._encode(asked.prompt, 0, special=asked.add_special_tokens),)
-            return PreparedRequest(None, prompts, 0, echo=asked.return_token_strs)
+            return PreparedRequest(asked.model or None, prompts, 0, echo=asked.return_token_strs)
         tokens, _ = parse_body(body, DetokenizeRequest)
         prompt = self._token_prompt(tokens.tokens)
-        return PreparedRequest(None, (replace(prompt, text=self._tokenizer.decode(tokens.tokens)),), 0)
+        return PreparedRequest(tokens.model or None, (replace(prompt, text=self._tokenizer.decode(tokens.tokens)),), 0)
 
     def completion(self, request: CompletionRequest, ignored: tuple[str, ...] = ()) -> PreparedRequest:
         generation = request.generation(
@@ -224,7 +226,7 @@ class RequestPreparer:
             generation.model, conversation, template, answer_format, recall, sys.maxsize if counts else longest
         )
         if counts:
-            return PreparedRequest(None, (prompt,), 0)
+            return PreparedRequest(generation.model, (prompt,), 0)
         # A limit that the context does not reach is no error: clients ask for the most that a model may answer.
         left = max(1, self._settings.max_sequence_tokens - len(prompt.tokens))
         max_tokens = left if generation.max_tokens is None else min(generation.max_tokens, left)

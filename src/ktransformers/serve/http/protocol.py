@@ -14,7 +14,18 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ktransformers.serve.doors.conversation import Generation
-from ktransformers.serve.doors.fields import EXPECTED, Fields, Finite
+from ktransformers.serve.doors.fields import (
+    EXPECTED,
+    Fields,
+    Finite,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+)
 from ktransformers.serve.http.error import ApiError
 
 MAX_TOP_LOGPROBS = 20  # alternatives that a request may ask for
@@ -35,6 +46,11 @@ Count = Annotated[int, Field(ge=0, le=2**31)]
 TokenId = Annotated[int, Field(ge=0, le=2**31)]
 ModelName = Annotated[str, Field(max_length=1024)]
 StopString = Annotated[str, Field(max_length=1024)]
+Identifier = Annotated[str, Field(max_length=1024)]
+# Of OpenAI's lengths.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 # Lists end at their first error: a list of a million wrong entries is one error, not a million.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -64,22 +80,12 @@ def parse_body(body: bytes | bytearray, kind: type[Body]) -> tuple[Body, tuple[s
     return request, tuple(request.unknown_fields())
 
 
-EXPECTED_HERE = EXPECTED | {
-    "int_from_float": "an integer",
-    "model_attributes_type": "an object",
-    "none_required": "null",
-    "less_than": "less than {lt}",
-    "string_pattern_mismatch": "text that matches {pattern}",
-    "string_unicode": "Unicode text",
-}
-
-
 def _describe_errors(errors: list[ErrorDetails], document: Any) -> tuple[str, str]:
     """(name of the first wrong field, what was given and expected there). A field of several types has an error for
     each of them, at a place that names the type as well."""
     name = _field_name(errors[0], document)
     same = [one for one in errors if _field_name(one, document) == name]
-    expected = [EXPECTED_HERE.get(one["type"], one["msg"]).format_map(one.get("ctx", {})) for one in same]
+    expected = [EXPECTED.get(one["type"], one["msg"]).format_map(one.get("ctx", {})) for one in same]
     given = "nothing" if errors[0]["type"] == "missing" else reprlib.repr(errors[0]["input"])
     return name, f"{name or 'body'}: given {given}, expected {' or '.join(dict.fromkeys(expected))}"
 
@@ -134,17 +140,17 @@ MaxTokens = Annotated[Count | None, BeforeValidator(_as_unlimited)]
 class CommonRequest(Fields):
     model: ModelName | None = None  # none: the one that is served
     max_tokens: MaxTokens = None
-    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
-    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Finite, Field(ge=0.01, le=10)] | None = None
-    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: (
         Annotated[dict[str, Annotated[Finite, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIAS)] | None
     ) = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Seed | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool = False
@@ -156,8 +162,8 @@ class CommonRequest(Fields):
     guided_json: dict[str, Any] | str | None = None  # vLLM's of earlier releases
     structured_outputs: StructuredOutputs | None = None
     # OpenAI's, accepted and ignored
-    user: str | None = None
-    metadata: dict[str, str] | None = None
+    user: Identifier | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     service_tier: str | None = None
 

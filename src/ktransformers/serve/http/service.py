@@ -19,6 +19,7 @@ from typing import Any
 from ktransformers.ground.errors import InputError
 from ktransformers.serve.cache.cache_kinds import bytes_by_kind, describe_tier
 from ktransformers.serve.doors.conversation import ChatRequest, Turn
+from ktransformers.serve.doors.ollama import DEFAULT_TAG
 from ktransformers.serve.formats import AnswerFormat
 from ktransformers.serve.http.choice_parser import ChoiceParser
 from ktransformers.serve.http.error import ApiError
@@ -150,10 +151,10 @@ class Service:
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
 
-    def choice_parser(self, prepared: PreparedRequest) -> ChoiceParser:
-        """A parser of one answer to a conversation."""
+    def choice_parser(self, prepared: PreparedRequest, adapter: LoadedAdapter | None) -> ChoiceParser:
+        """A parser of one answer to a conversation, which `adapter` gives."""
         assert prepared.chat is not None
-        answer_format = self.answer_format(self.find(prepared.model))
+        answer_format = self.answer_format(adapter)
         parser = answer_format.parser(prepared.chat.prefix, prepared.chat.tools)
         return ChoiceParser(parser, None if prepared.keep_special else self._special_text)
 
@@ -176,9 +177,9 @@ class Service:
         self, prepared: PreparedRequest, said: Turn, tokens: Sequence[int], *, ended: bool, cached: int
     ) -> None:
         """The answer to a conversation is complete. `tokens`: sampled ones, the last of which is its end if it `ended`;
-        `cached`: of the prompt."""
+        `cached`: of the prompt. With `ignore_eos` the marks of more turns may be among them: that is no answer."""
         start = None if prepared.chat is None else prepared.chat.prompt_end
-        if start is None or not tokens:
+        if start is None or not tokens or prepared.ignore_eos:
             return
         lost = start.continuation == "continued" and cached < start.continued_tokens - MAX_COMPUTED_AGAIN
         self.prefixes["evicted" if lost else start.continuation] += 1
@@ -200,7 +201,8 @@ class Service:
             own = entry.adapter.template
             if own is not None:
                 template = ModelTemplate(own.text, dict(own.special_tokens))
-                templates |= {name: template, f"{self.registry.served}:{name}": template}
+                names = (name, f"{self.registry.served}:{name}")
+                templates |= {known + tag: template for known in names for tag in ("", DEFAULT_TAG)}
         return templates
 
     def template_of(self, adapter: LoadedAdapter | None) -> str | None:
@@ -219,7 +221,8 @@ class Service:
     def chat(self, request: ChatRequest) -> tuple[GenerationRequest, ChoiceParser]:
         """Prepared in this process, with the parser of the answer."""
         prepared = self.preparer.chat(request, self.templates())
-        return self.generation_requests(prepared)[0], self.choice_parser(prepared)
+        (generation,) = self.generation_requests(prepared)
+        return generation, self.choice_parser(prepared, generation.adapter)
 
     def completion(self, request: CompletionRequest) -> GenerationRequest:
         """Of its first prompt, prepared in this process."""
@@ -227,12 +230,13 @@ class Service:
 
     def find(self, name: str | None) -> LoadedAdapter | None:
         """The adapter that a request names; None: the base. Clients that know one vendor's models ask for these
-        whatever is served, so such names are the base's too."""
-        if name is None:
-            name = self.registry.served
+        whatever is served, so such names are the base's too. An unknown name may have Ollama's default tag."""
+        name = name or self.registry.served
         try:
             return self.registry.find(name)
         except UnknownModel as error:
+            if name.endswith(DEFAULT_TAG):
+                return self.find(name.removesuffix(DEFAULT_TAG))
             if name.startswith(VENDOR_MODELS) and not self.door_options.strict_model_names:
                 return self.registry.find(self.registry.served)
             raise ApiError(404, str(error), param="model", code="model_not_found") from error

@@ -33,7 +33,7 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True)
 class Event:
-    """Progress of a sequence; the last event has `finish`: stop, length, timeout, cancelled,
+    """Progress of a sequence; the last event has `finish`: stop, length, timeout, cancelled, unavailable,
     out_of_memory or error."""
 
     text: str = ""
