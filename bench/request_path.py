@@ -96,13 +96,14 @@ async def measure(pool: PreparePool, preparer: Any, kind: str, body: bytes, args
 async def run(args: argparse.Namespace, document: dict[str, Any]) -> None:
     from transformers import AutoTokenizer
 
+    from ktransformers.serve.http.grammar_source import GrammarCompiler
     from ktransformers.serve.http.prepare import PrepareSettings, RequestPreparer
     from ktransformers.serve.http.prepare_pool import PreparePool
 
     tokenizer: Any = AutoTokenizer.from_pretrained(args.tokenizer)
     settings = PrepareSettings(len(tokenizer), 8192)
     preparer = RequestPreparer(tokenizer, settings)
-    pool = PreparePool(tokenizer, settings, workers=args.workers)
+    pool = PreparePool(tokenizer, settings, GrammarCompiler(tokenizer, settings.vocabulary), workers=args.workers)
     table = Table(HEADS, [22, 6, 6, 7, 9, 7, 7, 10, 7, 7])
     async with pool.running():
         for name, (kind, fields) in KINDS.items():

@@ -136,7 +136,9 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     return parser
 
 
-_DESCRIPTION = "Serve a base and any number of adapters, chosen by each request: OpenAI's, Anthropic's and Ollama's APIs."
+_DESCRIPTION = (
+    "Serve a base and any number of adapters, chosen by each request: OpenAI's, Anthropic's and Ollama's APIs."
+)
 _RUN_DESCRIPTION = "Serve a model as `kt serve` does, or answer one PROMPT and exit."
 _EPILOG = "SGLang's other flags are accepted and ignored; docs/serve.md lists them with the reasons."
 
