@@ -284,8 +284,8 @@ def test_the_server_takes_as_many_sequences_as_are_judged_at_once(place: Path) -
         arguments = serve_arguments(loop, run_paths(loop), 1)
         return [arguments[i + 1] for i, word in enumerate(arguments) if word == "--max-running-requests"]
 
-    assert running() == running("eval.options.batch_size=48") == []
-    assert running("eval.options.batch_size=300") == ["300"]
+    assert running() == running("eval.options.batch_size=16") == []
+    assert running("eval.options.batch_size=48") == ["48"]
     assert running("eval.options.batch_size=48", "serve.max_running_requests=4") == ["4"]
 
 
