@@ -10,7 +10,6 @@ from typing import Any
 from kt_kernel.kt_kernel_ext import LAYOUTS
 from ktransformers import _core
 from ktransformers.ground.errors import InputError, KTError
-from ktransformers.modeling.prepare import split_quantisation
 
 
 class KTAMXError(KTError):
@@ -69,6 +68,8 @@ get_rawint4_runtime, get_mxfp4_runtime = partial(_runtime, "rawint4"), partial(_
 def get_rawint4_checkpoint_contract(model_config: Any) -> RAWINT4CheckpointContract:
     """Of a model's configuration, an object or the contents of config.json; raises unless its experts are 4-bit
     integers in groups of 32 with symmetric scales."""
+    from ktransformers.modeling.prepare import split_quantisation
+
     fields = model_config if isinstance(model_config, dict) else model_config.to_dict()
     _, quantisation = split_quantisation(fields)
     quantisation = quantisation or {}
