@@ -29,7 +29,7 @@ from ktransformers.experts.gate import Gate
 from ktransformers.experts.packed import PackedExperts
 from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.errors import InputError
-from ktransformers.modeling.pretrained import open_expert_source, read_checkpoint_facts
+from ktransformers.modeling.prepare import open_expert_source, read_checkpoint_facts
 
 Weight = Tensor | Encoded
 # Beginnings of formats -> the one in which tensors are encoded: what releases have.

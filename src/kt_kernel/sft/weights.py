@@ -28,7 +28,7 @@ from ktransformers.checkpoint.sources import LayerSource, open_source
 from ktransformers.experts.backend import packed_experts
 from ktransformers.experts.contract import Contract
 from ktransformers.ground.errors import InputError
-from ktransformers.modeling.pretrained import read_checkpoint_facts
+from ktransformers.modeling.prepare import read_checkpoint_facts
 
 ROLES = ("gate", "up", "down")
 

@@ -48,7 +48,7 @@ from ktransformers.experts.packed import PackedExperts
 from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.log import logger
 from ktransformers.ground.pool import default_pool, pool_for
-from ktransformers.modeling.pretrained import read_checkpoint_facts
+from ktransformers.modeling.prepare import read_checkpoint_facts
 from ktransformers.parallel.distributed import exclude_from_ddp
 from ktransformers.place.placement import attach
 

@@ -40,7 +40,7 @@ from ktransformers.checkpoint.recode import check_target as check_format
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import write_json
-from ktransformers.modeling.pretrained import read_checkpoint_facts
+from ktransformers.modeling.prepare import read_checkpoint_facts
 from ktransformers.quant.conversion_run import Progress
 from ktransformers.quant.convert import convert
 from ktransformers.quant.origin import Origin

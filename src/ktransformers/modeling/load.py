@@ -37,14 +37,8 @@ from ktransformers.ground.errors import InputError
 from ktransformers.ground.linear_storage import AS_RELEASED, NUMBERS_SHARE, rest_word
 from ktransformers.ground.out_of_memory import free_bytes
 from ktransformers.modeling import load
-from ktransformers.modeling.prepare import config_file
-from ktransformers.modeling.pretrained import (
-    naming_config,
-    open_expert_source,
-    read_checkpoint_facts,
-    read_generation_config,
-    read_pretrained_config,
-)
+from ktransformers.modeling.prepare import config_file, open_expert_source, read_checkpoint_facts
+from ktransformers.modeling.pretrained import naming_config, read_generation_config, read_pretrained_config
 from ktransformers.modeling.quantizer import KTConfig, is_host_only
 from ktransformers.modeling.same_model import check_same_model
 from ktransformers.modeling.spec import ModelSpec, OnLoaded, Progress

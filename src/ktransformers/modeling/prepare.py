@@ -18,7 +18,7 @@ import torch
 
 from ktransformers.checkpoint.fresh_directory import fresh_directory
 from ktransformers.checkpoint.model_config import read_model_config
-from ktransformers.checkpoint.quantisation import describe
+from ktransformers.checkpoint.quantisation import accept, describe
 from ktransformers.checkpoint.rest import WEIGHT_SUFFIXES, split_into_shards
 from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
@@ -103,6 +103,39 @@ def uses_kt_method(directory: Path) -> bool:
     """Whether the directory is prepared or packed: only ktransformers can read its experts."""
     _, quantisation = split_quantisation(read_config(directory))
     return quantisation is not None and quantisation.get("quant_method") == QUANT_METHOD
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """How config.json describes the weights."""
+
+    rest: dict[str, Any] | None = None  # quantisation of the weights in its directory
+    experts: Path | None = None  # path of the experts, if they are elsewhere
+    experts_quantised: dict[str, Any] | None = None  # quantisation of those
+
+
+def read_checkpoint_facts(path: Path) -> CheckpointFacts:
+    """From config.json; empty if there is none. A quantisation method that cannot be read is refused."""
+    file = config_file(path)
+    if file is None:
+        return CheckpointFacts()
+    _, quantisation = split_quantisation(read_config(file.parent))
+    if quantisation is None or quantisation.get("quant_method") != QUANT_METHOD:
+        accept(str(file), quantisation)
+        return CheckpointFacts(quantisation)
+    if quantisation.get("experts") is None:  # a directory that was prepared without copies, or a packed one
+        accept(str(file), quantisation.get("source"))
+        return CheckpointFacts(quantisation.get("source"))
+    return CheckpointFacts(None, Path(quantisation["experts"]), quantisation.get("source"))
+
+
+def open_expert_source(facts: CheckpointFacts, experts: Path | None) -> Source | None:
+    """The source of the experts: `experts` if the caller names one, else the path in config.json; None: they are in the
+    model's own directory."""
+    if experts is not None:
+        expert_facts = read_checkpoint_facts(experts)
+        return open_expert_source(expert_facts, None) or open_source(experts, expert_facts.rest)
+    return None if facts.experts is None else open_source(facts.experts, facts.experts_quantised)
 
 
 def prepare(source: str | Path, directory: str | Path, experts: str | Path | None = None) -> PreparedDirectory:

@@ -14,18 +14,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from ktransformers.checkpoint.model_config import read_model_config
-from ktransformers.checkpoint.quantisation import accept
-from ktransformers.checkpoint.sources import Source, open_source
 from ktransformers.ground.errors import InputError, KTError, nearest
 from ktransformers.ground.files import short
-from ktransformers.modeling.prepare import QUANT_METHOD, config_file, read_config, split_quantisation, to_stock_config
+from ktransformers.modeling.prepare import to_stock_config
 from ktransformers.modeling.tiktoken_tokenizer import REMEDY, is_tiktoken_release, read_tiktoken, remote_code
 from ktransformers.modeling.tokenizer_patterns import check_patterns
 
@@ -208,36 +205,3 @@ def _check_added_tokens(directory: Path) -> None:
         for given in map(str, ids):
             if given.isdecimal() and int(given) > MAX_TOKEN_ID:
                 raise InputError(f"{file}: {key}", f"token {given}", f"ids up to {MAX_TOKEN_ID}", "download it again")
-
-
-@dataclass(frozen=True)
-class CheckpointFacts:
-    """How config.json describes the weights."""
-
-    rest: dict[str, Any] | None = None  # quantisation of the weights in its directory
-    experts: Path | None = None  # path of the experts, if they are elsewhere
-    experts_quantised: dict[str, Any] | None = None  # quantisation of those
-
-
-def read_checkpoint_facts(path: Path) -> CheckpointFacts:
-    """From config.json; empty if there is none. A quantisation method that cannot be read is refused."""
-    file = config_file(path)
-    if file is None:
-        return CheckpointFacts()
-    _, quantisation = split_quantisation(read_config(file.parent))
-    if quantisation is None or quantisation.get("quant_method") != QUANT_METHOD:
-        accept(str(file), quantisation)
-        return CheckpointFacts(quantisation)
-    if quantisation.get("experts") is None:  # a directory that was prepared without copies, or a packed one
-        accept(str(file), quantisation.get("source"))
-        return CheckpointFacts(quantisation.get("source"))
-    return CheckpointFacts(None, Path(quantisation["experts"]), quantisation.get("source"))
-
-
-def open_expert_source(facts: CheckpointFacts, experts: Path | None) -> Source | None:
-    """The source of the experts: `experts` if the caller names one, else the path in config.json; None: they are in the
-    model's own directory."""
-    if experts is not None:
-        expert_facts = read_checkpoint_facts(experts)
-        return open_expert_source(expert_facts, None) or open_source(experts, expert_facts.rest)
-    return None if facts.experts is None else open_source(facts.experts, facts.experts_quantised)

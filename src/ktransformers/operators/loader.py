@@ -16,7 +16,7 @@ from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.checkpoint.sources.gguf import gguf_files
 from ktransformers.ground.errors import InputError, nearest
-from ktransformers.modeling.pretrained import read_checkpoint_facts
+from ktransformers.modeling.prepare import read_checkpoint_facts
 
 
 class Loader:

@@ -29,8 +29,14 @@ from ktransformers.experts.contract import Contract, expert_modules, read_contra
 from ktransformers.ground.errors import InputError
 from ktransformers.modeling import load
 from ktransformers.modeling.load import meta_model
-from ktransformers.modeling.prepare import read_config, split_quantisation, to_stock_config
-from ktransformers.modeling.pretrained import open_expert_source, read_checkpoint_facts, require_json
+from ktransformers.modeling.prepare import (
+    open_expert_source,
+    read_checkpoint_facts,
+    read_config,
+    split_quantisation,
+    to_stock_config,
+)
+from ktransformers.modeling.pretrained import require_json
 
 HASHED_PREFIX_BYTES = 1 << 20  # of a file without a safetensors header
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
