@@ -3,7 +3,7 @@ dialect of Lark, once for all requests that have the same text. It imports no to
 
 A schema of 150 bytes may take minutes and gigabytes to compile, and llguidance cannot be stopped. So a worker process
 compiles it first, in a copy of itself that ends at COMPILE_SECONDS and COMPILE_BYTES (`measure`), and the server only
-what has passed, on a thread. Nobody waits for the grammar of another request. The cache is bounded by the bytes that
+what has passed, on a thread. No request waits for another one's grammar. The cache is bounded by the bytes that
 the workers measured.
 """
 
