@@ -123,7 +123,7 @@ class Bench:
     def kernel(self) -> None:
         import torch
 
-        from ktransformers.serve.attention.attention import AttentionSpec
+        from ktransformers.serve.attention.spec import AttentionSpec
         from ktransformers.serve.attention.latent import LatentProjection
         from ktransformers.serve.graphs.decode_attention import attend_latents
         from ktransformers.serve.graphs.step_table import (
@@ -218,7 +218,7 @@ class Bench:
         from ktransformers.serve.cache.kv_cache import KVSlot
         from ktransformers.serve.scheduler.forward import Chunk
 
-        slots = [KVSlot(None, capacity=context + 1024, fp8=forward.fp8_cache) for _ in range(streams)]
+        slots = KVSlot.together(streams, context + 1024, fp8=forward.fp8_cache)
         for slot in slots:
             forward.run([Chunk(slot, [1, 2, 3], 0, None)])
             with torch.inference_mode():
@@ -243,7 +243,7 @@ class Bench:
 
     def model(self) -> None:
         from ktransformers.place import attach
-        from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
+        from ktransformers.serve.graphs.step_graphs import StepGraphs
         from ktransformers.serve.scheduler import forward as forward_module
 
         recipe = replace(recipes()[self.args.shape], layers=self.args.layers)
@@ -264,7 +264,7 @@ class Bench:
             forward = forward_module.Forward(model)
             for share in (0.0, 1.0):
                 placement.place_residents(ratio=share)
-                graphs = DecodeGraphs(model, placement) if self.device.type == "cuda" else None
+                graphs = StepGraphs(model, placement) if self.device.type == "cuda" else None
                 for streams in self.args.streams:
                     for context in self.args.contexts:
                         taken, captured, size = self.steps(forward, graphs, streams, context)
@@ -288,7 +288,7 @@ class Bench:
         import torch
         from e2e_models import _blank, _fill
 
-        from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
+        from ktransformers.serve.graphs.step_graphs import StepGraphs
         from ktransformers.serve.scheduler.forward import make_forward
 
         words = V3_ATTENTION
@@ -304,7 +304,7 @@ class Bench:
         heads, width, products = 128, 576, 1088
         table = Table(("context", "ms", "launched ms", "bar ms", "bytes roof ms", "GB"), [8, 8, 12, 8, 14, 6])
         for context in self.args.attention_contexts:
-            graphs = DecodeGraphs(model, None) if self.device.type == "cuda" else None
+            graphs = StepGraphs(model, None) if self.device.type == "cuda" else None
             taken, captured, size = self.steps(forward, graphs, 1, context)
             launched, _, _ = self.steps(forward, None, 1, context)
             layers = self.args.attention_layers

@@ -120,7 +120,7 @@ class Bench:
         from ktransformers.serve.cache.kv_cache import KVSlot
         from ktransformers.serve.scheduler.forward import Chunk
 
-        slots = [KVSlot(None, capacity=self.args.context + 4096) for _ in range(streams)]
+        slots = KVSlot.together(streams, self.args.context + 4096)
         for index, slot in enumerate(slots):
             forward.run([Chunk(slot, [index + 1, index + 2, index + 3], 0, None)])
             slot.tokens[:] = [5] * (3 if slot.hf_cache is not None else self.args.context)
@@ -177,11 +177,11 @@ class Bench:
         placement.detach()
 
     def cells(self, forward: Any, way: str, placement: Any, table: Table) -> None:
-        from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
+        from ktransformers.serve.graphs.step_graphs import StepGraphs
 
         for share in (0.0, 1.0):
             placement.place_residents(ratio=share)
-            forward.graphs = DecodeGraphs(forward.model, placement) if way == "graphs" else None
+            forward.graphs = StepGraphs(forward.model, placement) if way == "graphs" else None
             for streams in self.args.streams:
                 chosen = self.chosen_bytes(forward, placement, streams) if way == "batched" and not share else None
                 self.cell(forward, way, share, streams, table, chosen)

@@ -117,7 +117,7 @@ class Bench:
         return self.places.bind(adapter_from_tensors(experts, linears), "random", f"a{seed}", 1)
 
     def graphs(self) -> Any:
-        from ktransformers.serve.graphs.decode_graphs import Compute, DecodeGraphs
+        from ktransformers.serve.graphs.step_graphs import Compute, StepGraphs
 
         def record(compute: Compute) -> Compute:
             def again() -> Any:
@@ -127,7 +127,7 @@ class Bench:
             return again
 
         overlap = not self.args.disable_overlap_schedule
-        return DecodeGraphs(self.model, self.placement, record if self.device.type == "cpu" else None, overlap=overlap)
+        return StepGraphs(self.model, self.placement, record if self.device.type == "cpu" else None, overlap=overlap)
 
     def engine(self, streams: int, new: int) -> Any:
         from ktransformers.serve.sampling.sampling import Sampling

@@ -144,9 +144,10 @@ def beside_experts(core: Any, pool: Any) -> Keys:
         pool.linear(x, matrices, outs)
         yield f"linear/{word}", outs
         query, key, value = draw(4, 2, 32).to(dtype), draw(2, 2, 32).to(dtype), draw(2, 2, 32).to(dtype)
-        past = [(row, 0, 9 + row, draw(2, 16, 32).to(dtype), draw(2, 16, 32).to(dtype)) for row in range(2)]
+        cache = tuple(draw(2, 2, 64, 32).to(dtype) for _ in range(2))
+        rows = torch.arange(2, dtype=torch.int32)
         out = torch.empty(2, 4, 32, dtype=dtype)
-        pool.attend(query, key, value, out, past, 0.17)
+        pool.attend(query, key, value, out, cache, core.StepSequences(rows, rows + 8, rows[:, None]), scale=0.17)
         yield f"attend/{word}", out
 
 

@@ -305,9 +305,9 @@ def test_python_rule_catches() -> None:
         "misc.py": "",
         "experts/doors.py": "from kt_kernel import KTMoEWrapper",
         "experts/lazy.py": 'import importlib\nimportlib.import_module("ktransformers.place.placement")',
-        "place/kernels.py": 'TRITON = "ktransformers.serve.graphs.decode_attention_triton"',
+        "place/kernels.py": 'TRITON = "ktransformers.serve.graphs.paged_attention_triton"',
         "checkpoint/__init__.py": '_HOME = {"ExpertStore": "ktransformers.nn"}',
-        "train/kernels.py": 'kernels = import_triton_module("ktransformers.serve.graphs.decode_attention_triton")',
+        "train/kernels.py": 'kernels = import_triton_module("ktransformers.serve.graphs.paged_attention_triton")',
     }
     for path, source in bad.items():
         assert python_violations(path, source), path

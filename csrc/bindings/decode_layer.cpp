@@ -148,20 +148,14 @@ PyDecodeLayer::BoundRotary PyDecodeLayer::bind_rotary(nb::handle cos, nb::handle
   return bound;
 }
 
-std::vector<KVSequence> PyDecodeLayer::bind_places(nb::handle places, const Call& call,
-                                                   std::vector<Array>& alive) const {
+LayerCache PyDecodeLayer::bind_cache(nb::handle cache, const PyStepSequences& sequences, const Call& call,
+                                     std::vector<Array>& alive) const {
   const AttentionBlock& a = layer->attention;
-  const int64_t tokens = call.rows.tokens;
-  if (length_of("places", places) != tokens)
-    refuse_value("places", std::to_string(length_of("places", places)),
-                 std::to_string(tokens) + ", one for each row of x");
-  std::vector<KVSequence> sequences;
-  for (int64_t row = 0; row < tokens; row++) {
-    BoundCache cache = cache_of(places[row], call.x, {a.groups, a.head_size, a.head_size}, alive);
-    if (cache.row != row) refuse_value("places", "row " + std::to_string(cache.row), "rows in their order");
-    sequences.push_back(cache.sequence);
-  }
-  return sequences;
+  if (sequences.step.size() != call.rows.tokens)
+    refuse_value("sequences", std::to_string(sequences.step.size()) + " rows",
+                 std::to_string(call.rows.tokens) + ", one for each row of x");
+  sequences.check_rows(call.rows.tokens);
+  return cache_of(cache, call.x, {a.groups, a.head_size, a.head_size}, sequences, alive);
 }
 
 void PyDecodeLayer::check_attends() const {
@@ -174,14 +168,16 @@ void PyDecodeLayer::check_routes(bool w8a8) const {
   if (!why.empty()) refuse_value("w8a8", "True", "False for these experts", why);
 }
 
-void PyDecodeLayer::attend(nb::handle x, nb::handle out, nb::handle cos, nb::handle sin, nb::list places) const {
+void PyDecodeLayer::attend(nb::handle x, nb::handle out, nb::handle cos, nb::handle sin, nb::handle cache,
+                           const PyStepSequences& sequences, int64_t window) const {
   check_attends();
   const Call call = bind(x, out);
   const BoundRotary bound = bind_rotary(cos, sin, call);
   std::vector<Array> alive;
-  std::vector<KVSequence> sequences = bind_places(places, call, alive);
+  const LayerCache bound_cache = bind_cache(cache, sequences, call, alive);
+  const int32_t keys = key_count_of("window", window);
   nb::gil_scoped_release released;
-  layer->attend(call.rows, bound.rotary, std::move(sequences));
+  layer->attend(call.rows, bound.rotary, bound_cache, keys, sequences.step);
 }
 
 void PyDecodeLayer::route(nb::handle x, nb::handle out, bool w8a8, bool needs_grad) const {
@@ -192,12 +188,13 @@ void PyDecodeLayer::route(nb::handle x, nb::handle out, bool w8a8, bool needs_gr
 }
 
 void PyDecodeLayer::decode_layers(nb::list layers, nb::handle x, nb::handle out, nb::handle cos, nb::handle sin,
-                                  nb::list places, nb::list w8a8, bool needs_grad) {
+                                  nb::list caches, nb::list windows, const PyStepSequences& sequences, nb::list w8a8,
+                                  bool needs_grad) {
   const int64_t count = length_of("layers", layers);
   if (!count) refuse_value("layers", "none", "one or more");
-  if (length_of("places", places) != count || length_of("w8a8", w8a8) != count)
-    refuse_value("places", std::to_string(places.size()) + " and w8a8 " + std::to_string(w8a8.size()),
-                 std::to_string(count) + " each, as many as layers");
+  for (auto [name, list] : {std::pair<const char*, nb::handle>{"caches", caches}, {"windows", windows}, {"w8a8", w8a8}})
+    if (length_of(name, list) != count)
+      refuse_value(name, std::to_string(length_of(name, list)), std::to_string(count) + ", as many as layers");
   const auto& first = nb::cast<const PyDecodeLayer&>(layers[0]);
   const Call call = first.bind(x, out);
   const BoundRotary bound = first.bind_rotary(cos, sin, call);
@@ -213,10 +210,11 @@ void PyDecodeLayer::decode_layers(nb::list layers, nb::handle x, nb::handle out,
       refuse_value("layers", "layers of several pools, hidden sizes, dtypes or head sizes", "the same of all");
     for (const LayerCall& other : calls)
       if (other.layer == given.layer.get()) refuse_value("layers", "a layer twice", "each once");
-    calls.push_back({given.layer.get(), given.bind_places(places[i], call, alive), rounds, needs_grad && !rounds});
+    calls.push_back({given.layer.get(), given.bind_cache(caches[i], sequences, call, alive),
+                     key_count_of("windows", integer_of("windows", windows[i])), rounds, needs_grad && !rounds});
   }
   nb::gil_scoped_release released;
-  kt::decode_layers(calls, call.rows, bound.rotary);
+  kt::decode_layers(calls, call.rows, bound.rotary, sequences.step);
 }
 
 }  // namespace kt

@@ -172,6 +172,9 @@ NB_MODULE(_core, m) {
 
   bind_task_queue(m);
 
+  nb::class_<PyStepSequences>(m, "StepSequences")
+      .def(nb::init<nb::handle, nb::handle, nb::handle>(), "rows"_a, "positions"_a, "table"_a);
+
   nb::class_<PyPool>(m, "Pool")
       .def(nb::init<int64_t, int64_t, int64_t, bool, int64_t>(), "threads"_a = 0, "groups"_a = 0, "spin_us"_a = 50,
            "pin"_a = true, "yield_us"_a = 500)
@@ -181,8 +184,8 @@ NB_MODULE(_core, m) {
       .def("linear", &PyPool::linear, "x"_a, "weights"_a, "outs"_a)
       .def("linear_heads", &PyPool::linear_heads, "x"_a, "weights"_a, "out"_a)
       .def("argmax", &PyPool::argmax, "x"_a)
-      .def("attend", &PyPool::attend, "query"_a, "key"_a, "value"_a, "out"_a, "places"_a, "scale"_a,
-           "sinks"_a.none() = nb::none())
+      .def("attend", &PyPool::attend, "query"_a, "key"_a, "value"_a, "out"_a, "cache"_a, "sequences"_a, nb::kw_only(),
+           "scale"_a, "window"_a = 0, "chunk"_a = 0, "sinks"_a.none() = nb::none())
       .def("rate", &PyPool::rate, "what"_a, "seconds"_a = 0.1, "threads"_a = 0, "isa"_a = "", "bytes"_a = 0)
       .def("codes_rate", &PyPool::codes_rate, "format"_a, "rows"_a = 1, "seconds"_a = 0.1, "threads"_a = 0,
            "isa"_a = "", "w8a8"_a = false);
@@ -294,10 +297,10 @@ NB_MODULE(_core, m) {
            "epsilons"_a, "weights"_a, "biases"_a, "sinks"_a.none(), "head_size"_a, "scale"_a)
       .def("set_experts", &PyDecodeLayer::set_experts, "norm"_a, "epsilon"_a, "router"_a, "bias"_a.none(), "experts"_a,
            "top_k"_a, "normalise"_a)
-      .def("attend", &PyDecodeLayer::attend, "x"_a, "out"_a, "cos"_a, "sin"_a, "places"_a)
+      .def("attend", &PyDecodeLayer::attend, "x"_a, "out"_a, "cos"_a, "sin"_a, "cache"_a, "sequences"_a, "window"_a = 0)
       .def("route", &PyDecodeLayer::route, "x"_a, "out"_a, "w8a8"_a = false, "needs_grad"_a = false);
-  m.def("decode_layers", &PyDecodeLayer::decode_layers, "layers"_a, "x"_a, "out"_a, "cos"_a, "sin"_a, "places"_a,
-        "w8a8"_a, "needs_grad"_a = false);
+  m.def("decode_layers", &PyDecodeLayer::decode_layers, "layers"_a, "x"_a, "out"_a, "cos"_a, "sin"_a, "caches"_a,
+        "windows"_a, "sequences"_a, "w8a8"_a, "needs_grad"_a = false);
 
   nb::class_<PyAdapter>(m, "Adapter")
       .def(nb::init<const PyExperts&, int64_t, int64_t, int64_t, bool>(), "experts"_a, "gate_rank"_a = 0,

@@ -18,6 +18,16 @@
 
 namespace kt {
 
+// The new tokens of a step, copied and checked once for all layers: rows and positions [n], table [n, m], int32.
+struct PyStepSequences {
+  StepSequences step;
+  int32_t last_row = -1, last_block = -1;  // the largest ones
+
+  PyStepSequences(nb::handle rows, nb::handle positions, nb::handle table);
+  void check_rows(int64_t rows) const;      // of the batch
+  void check_blocks(int64_t blocks) const;  // of a cache
+};
+
 struct PyPool {
   std::shared_ptr<Engine> engine;
   std::mutex measuring;
@@ -27,13 +37,13 @@ struct PyPool {
   // out [heads, T, N] = x [heads, T, K] weights [heads, N, K]^T, head by head, for a few rows
   void linear_heads(nb::handle x, nb::handle weights, nb::handle out) const;
   nb::list argmax(nb::handle x) const;  // of each row
-  // Rows of query [heads, T, d], key [groups, T, d], value [groups, T, dv] -> rows of out [T, heads, dv]. For each of
-  // `places`, (row, start, end, keys, values): the row's key and value are written to end - 1 of keys [groups,
-  // capacity, d] and values [groups, capacity, dv], then its query attends to [start, end). With (..., key scales,
-  // value scales) these are codes of e4m3 with scales of e8m0 [groups, capacity, 1], all uint8. `sinks`: float32
+  // Rows of query [heads, T, d], key [groups, T, d], value [groups, T, dv] -> rows of out [T, heads, dv]: each
+  // sequence's key and value are written to its position, then its query attends to the last `window` keys of its
+  // chunk; 0: none. `cache`: (keys [blocks, groups, 64, d], values [blocks, groups, 64, dv]), or in codes of e4m3
+  // (keys, values, key scales, value scales) with scales of e8m0 [blocks, groups, 64, 1], all uint8. `sinks`: float32
   // [heads] or None.
-  void attend(nb::handle query, nb::handle key, nb::handle value, nb::handle out, nb::list places, double scale,
-              nb::handle sinks) const;
+  void attend(nb::handle query, nb::handle key, nb::handle value, nb::handle out, nb::handle cache,
+              const PyStepSequences& sequences, double scale, int64_t window, int64_t chunk, nb::handle sinks) const;
   double rate(const std::string& what, double seconds, int64_t threads, const std::string& isa, int64_t bytes);
   double codes_rate(const std::string& format, int64_t rows, double seconds, int64_t threads, const std::string& isa,
                     bool w8a8);
@@ -146,16 +156,13 @@ struct PyCodedLinear {
   void check_packed() const;
 };
 
-// The KV cache of one place of PyPool::attend, without what belongs to its new token.
-struct BoundCache {
-  int64_t row;  // as given
-  KVSequence sequence;
-};
 struct CacheShape {
   int64_t groups, key_size, value_size;
 };
 // `like`: a tensor of the cache's type where it has no codes. The cache's tensors are added to `alive`.
-BoundCache cache_of(nb::handle place, const Array& like, const CacheShape& shape, std::vector<Array>& alive);
+LayerCache cache_of(nb::handle cache, const Array& like, const CacheShape& shape, const PyStepSequences& sequences,
+                    std::vector<Array>& alive);
+int32_t key_count_of(const char* name, int64_t count);  // of a window or a chunk; 0: there is none
 const float* sinks_of(nb::handle sinks, int64_t heads, std::vector<Array>& alive);  // None: null
 
 // One decoder layer for new tokens; decode_layer.cpp.
@@ -172,16 +179,19 @@ struct PyDecodeLayer {
                      nb::list biases, nb::handle sinks, int64_t head_size, double scale);
   void set_experts(nb::handle norm, double epsilon, nb::handle router, nb::handle bias, const PyExperts& experts,
                    int64_t top_k, bool normalise);
-  void attend(nb::handle x, nb::handle out, nb::handle cos, nb::handle sin, nb::list places) const;
+  void attend(nb::handle x, nb::handle out, nb::handle cos, nb::handle sin, nb::handle cache,
+              const PyStepSequences& sequences, int64_t window) const;
   void route(nb::handle x, nb::handle out, bool w8a8, bool needs_grad) const;
   static void decode_layers(nb::list layers, nb::handle x, nb::handle out, nb::handle cos, nb::handle sin,
-                            nb::list places, nb::list w8a8, bool needs_grad);
+                            nb::list caches, nb::list windows, const PyStepSequences& sequences, nb::list w8a8,
+                            bool needs_grad);
 
  private:
   struct Call;
   struct BoundRotary;
   BoundRotary bind_rotary(nb::handle cos, nb::handle sin, const Call& call) const;
-  std::vector<KVSequence> bind_places(nb::handle places, const Call& call, std::vector<Array>& alive) const;
+  LayerCache bind_cache(nb::handle cache, const PyStepSequences& sequences, const Call& call,
+                        std::vector<Array>& alive) const;
   void check_attends() const;
   void check_routes(bool w8a8) const;
   Call bind(nb::handle x, nb::handle out) const;

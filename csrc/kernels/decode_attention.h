@@ -1,4 +1,4 @@
-// Attention of one new token over its KV cache, for decoding. The heads of a GQA group share keys, so a group is
+// Attention of one new token over its paged KV cache, for decoding. The heads of a GQA group share keys, so a group is
 // computed together and each key is read once.
 //
 // Each split of the keys yields the largest score, the sum of exponentials and the weighted sum of values;
@@ -29,17 +29,25 @@ inline float sum_of(F32<W> v) {
   }
 }
 
+// As an index among the keys of the split.
+inline int32_t end_of_block(const AttentionSplit& a, int32_t block) {
+  const int32_t end = (block + 1) * kBlockTokens - a.skipped;
+  return end < a.count ? end : a.count;
+}
+
 // Scores of G heads for all keys of the split.
 template <int W, int G>
 inline void score_heads(const AttentionSplit& a, int32_t head) {
-  const char* key = a.keys;
-  for (int32_t j = 0; j < a.count; j++, key += a.key_stride) {
-    F32<W> sums[G] = {};
-    for (int32_t i = 0; i < a.key_size; i += W) {
-      F32<W> k = value_at<W>(key, i, a.type);
-      for (int g = 0; g < G; g++) sums[g] = sums[g] + k * load<F32<W>>(a.query + (head + g) * a.key_size + i);
+  for (int32_t block = 0, j = 0; j < a.count; block++) {
+    const char* key = a.keys[block];
+    for (const int32_t end = end_of_block(a, block); j < end; j++, key += a.key_stride) {
+      F32<W> sums[G] = {};
+      for (int32_t i = 0; i < a.key_size; i += W) {
+        F32<W> k = value_at<W>(key, i, a.type);
+        for (int g = 0; g < G; g++) sums[g] = sums[g] + k * load<F32<W>>(a.query + (head + g) * a.key_size + i);
+      }
+      for (int g = 0; g < G; g++) a.scores[(head + g) * kAttentionSplit + j] = sum_of<W>(sums[g]);
     }
-    for (int g = 0; g < G; g++) a.scores[(head + g) * kAttentionSplit + j] = sum_of<W>(sums[g]);
   }
 }
 
@@ -47,13 +55,15 @@ inline void score_heads(const AttentionSplit& a, int32_t head) {
 template <int W, int G, int C>
 inline void add_values(const AttentionSplit& a, int32_t head, int32_t column) {
   F32<W> sums[G][C] = {};
-  const char* value = a.values;
-  for (int32_t j = 0; j < a.count; j++, value += a.value_stride) {
-    F32<W> v[C];
-    for (int c = 0; c < C; c++) v[c] = value_at<W>(value, column + c * W, a.type);
-    for (int g = 0; g < G; g++)
-      for (int c = 0; c < C; c++)
-        sums[g][c] = sums[g][c] + v[c] * splat<F32<W>>(a.scores[(head + g) * kAttentionSplit + j]);
+  for (int32_t block = 0, j = 0; j < a.count; block++) {
+    const char* value = a.values[block];
+    for (const int32_t end = end_of_block(a, block); j < end; j++, value += a.value_stride) {
+      F32<W> v[C];
+      for (int c = 0; c < C; c++) v[c] = value_at<W>(value, column + c * W, a.type);
+      for (int g = 0; g < G; g++)
+        for (int c = 0; c < C; c++)
+          sums[g][c] = sums[g][c] + v[c] * splat<F32<W>>(a.scores[(head + g) * kAttentionSplit + j]);
+    }
   }
   for (int g = 0; g < G; g++)
     for (int c = 0; c < C; c++) store(a.out + (head + g) * a.value_size + column + c * W, sums[g][c]);

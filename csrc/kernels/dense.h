@@ -32,15 +32,20 @@ struct Gemv {
   const char* next;  // matrix rows that this thread reads next, or null
 };
 
+// Tokens of a block of the paged KV cache.
+constexpr int32_t kBlockTokens = 64;
+
 // Attention of one query per head of a GQA group over a split of at most kAttentionSplit keys and values (as in
-// FlashDecoding). Head sizes are multiples of kHeadSizeStep.
+// FlashDecoding), which lie in blocks of kBlockTokens. Head sizes are multiples of kHeadSizeStep.
 constexpr int32_t kAttentionSplit = 512, kHeadSizeStep = 16;
+static_assert(kAttentionSplit % kBlockTokens == 0);
 struct AttentionSplit {
-  const float* query;  // [heads][key_size], scaled
-  const char *keys, *values;
-  int64_t key_stride, value_stride;  // bytes from token to token
-  DType type;                        // bf16 or f32, of both
+  const float* query;                       // [heads][key_size], scaled
+  const char *const *keys, *const *values;  // of each block: its first token of the split
+  int64_t key_stride, value_stride;         // bytes from token to token
+  DType type;                               // bf16 or f32, of both
   int32_t heads, key_size, value_size;
+  int32_t skipped;             // tokens of the first block before those of the split
   int32_t count;               // of keys, 1 to kAttentionSplit
   float* scores;               // [heads][kAttentionSplit], scratch
   float *max_score, *exp_sum;  // [heads]: the largest score; the sum of e^(score - max_score)

@@ -35,32 +35,38 @@ void encode_row(const char* row, DType type, int32_t size, uint8_t* codes, uint8
   for (int32_t i = 0; i < size; i++) codes[i] = finite ? e4m3_code(element_of<float>(row, i, type) * inverse) : 0;
 }
 
-// A unit is a part of the heads of one GQA group of one sequence and one split of its keys. A group is divided only if
-// there would be too few units for the threads, as with latents, which all heads share: each part reads the keys again.
-// The thread that finishes the last split of a part merges them, in order, so the result does not depend on the number
-// of threads, nor on the parts, since a head's does not depend on the others.
+// A unit is a part of the heads of one GQA group of one sequence and one split of its keys. Splits begin at multiples
+// of kAttentionSplit in the sequence, so that they consist of whole blocks apart from the first and the last one. A
+// group is divided only if there would be too few units for the threads, as with latents, which all heads share: each
+// part reads the keys again. The thread that finishes the last split of a part merges them, in order, so the result
+// does not depend on the number of threads, nor on the parts, since a head's does not depend on the others.
 class AttentionJob : public Job {
  public:
-  AttentionJob(const KernelTable& kernels, const Attention& attention, int threads) : kernels_(kernels), a_(attention) {
-    const int32_t per_group = a_.heads / a_.groups;
+  AttentionJob(const KernelTable& kernels, const Attention& attention, int threads)
+      : kernels_(kernels), a_(attention), sequences_(*attention.sequences) {
+    const int32_t per_group = a_.heads / a_.groups, count = (int32_t)sequences_.size();
     int64_t units = 0;
-    for (const KVSequence& sequence : a_.sequences) units += a_.groups * splits_of(sequence);
+    for (int32_t s = 0; s < count; s++) units += a_.groups * splits_of(s);
     const int64_t parts = std::clamp<int64_t>(ceil_div(kUnitsOfThread * threads, std::max<int64_t>(units, 1)), 1,
                                               ceil_div(per_group, kHeadsTogether));
     max_heads_ = (int32_t)std::min<int64_t>(round_up(ceil_div(per_group, parts), kHeadsTogether), per_group);
-    for (size_t p = 0; p < a_.sequences.size(); p++)
+    for (int32_t s = 0; s < count; s++)
       for (int32_t head = 0; head < a_.heads;) {
-        const int32_t group = head / per_group, splits = splits_of(a_.sequences[p]);
-        const int32_t count = std::min(max_heads_, (group + 1) * per_group - head);
-        for (int32_t s = 0; s < splits; s++) units_.push_back({(int32_t)p, group, head, count, s, parts_.size()});
+        const int32_t group = head / per_group, splits = splits_of(s), first_split = first_key(s) / kAttentionSplit;
+        const int32_t heads = std::min(max_heads_, (group + 1) * per_group - head);
+        for (int32_t i = 0; i < splits; i++) units_.push_back({s, group, head, heads, first_split + i, parts_.size()});
         parts_.push_back({(int32_t)units_.size() - splits, splits});
-        head += count;
+        head += heads;
       }
     left_ = std::vector<std::atomic<int32_t>>(parts_.size());
     for (size_t p = 0; p < parts_.size(); p++) left_[p].store(parts_[p].splits, std::memory_order_relaxed);
     result_size_ = 2 * max_heads_ + max_heads_ * a_.value_size;
     results_.resize(units_.size() * (size_t)result_size_);
-    for (const KVSequence& sequence : a_.sequences) store_new(sequence);
+    for (int32_t s = 0; s < count; s++) {
+      store_new(s, a_.cache.keys, a_.key, a_.key_size);
+      // Values that begin the keys are stored with them.
+      if (!values_are_keys()) store_new(s, a_.cache.values, a_.value, a_.value_size);
+    }
   }
 
   void work(const Worker&) override {
@@ -82,87 +88,88 @@ class AttentionJob : public Job {
     int32_t first_unit, splits;
   };
 
-  static int32_t splits_of(const KVSequence& sequence) {
-    return (sequence.count + kAttentionSplit - 1) / kAttentionSplit;
+  bool has_codes() const { return a_.cache.keys.scales; }
+  bool values_are_keys() const { return a_.cache.values.data == a_.cache.keys.data; }
+  int32_t position(int32_t sequence) const { return sequences_.positions[(size_t)sequence]; }
+  int32_t row(int32_t sequence) const { return sequences_.rows[(size_t)sequence]; }
+
+  // Of those to which the new token attends.
+  int32_t first_key(int32_t sequence) const {
+    const int32_t at = position(sequence);
+    return std::max(a_.window ? std::max(at - a_.window + 1, 0) : 0, a_.chunk ? at - at % a_.chunk : 0);
   }
 
-  bool has_codes() const {
-    return std::any_of(a_.sequences.begin(), a_.sequences.end(), [](const KVSequence& s) { return s.key_scales; });
+  int32_t splits_of(int32_t sequence) const {
+    return position(sequence) / kAttentionSplit - first_key(sequence) / kAttentionSplit + 1;
   }
 
-  void store_new(const KVSequence& sequence) const {
-    const int64_t elem = (int64_t)size_of(a_.type), last = sequence.count - 1;
+  void store_new(int32_t sequence, const CachePart& part, const HeadRows& rows, int32_t size) const {
+    const int32_t token = position(sequence) % kBlockTokens;
+    const int32_t block = sequences_.blocks(sequence)[position(sequence) / kBlockTokens];
     for (int32_t g = 0; g < a_.groups; g++) {
-      if (sequence.key_scales) {
-        encode_row(sequence.key + g * sequence.key_head_stride, a_.type, a_.key_size,
-                   (uint8_t*)sequence.keys + g * sequence.key_group_stride + last * sequence.key_stride,
-                   sequence.key_scales + g * sequence.key_scale_group_stride + last);
-        if (sequence.values != sequence.keys)  // values that begin the keys have their codes and scale
-          encode_row(sequence.value + g * sequence.value_head_stride, a_.type, a_.value_size,
-                     (uint8_t*)sequence.values + g * sequence.value_group_stride + last * sequence.value_stride,
-                     sequence.value_scales + g * sequence.value_scale_group_stride + last);
-        continue;
+      const char* from = rows.at(row(sequence), g);
+      if (part.scales) {
+        encode_row(from, a_.type, size, (uint8_t*)part.at(block, g, token), part.scales_at(block, g, token));
+      } else {
+        std::memcpy(part.at(block, g, token), from, (size_t)size * size_of(a_.type));
       }
-      std::memcpy(sequence.keys + g * sequence.key_group_stride + last * sequence.key_stride,
-                  sequence.key + g * sequence.key_head_stride, (size_t)(a_.key_size * elem));
-      std::memcpy(sequence.values + g * sequence.value_group_stride + last * sequence.value_stride,
-                  sequence.value + g * sequence.value_head_stride, (size_t)(a_.value_size * elem));
     }
   }
 
   // `decoded`: for the keys and values of a split that are codes.
   void compute(const Unit& unit, float* result, float* scratch, uint16_t* decoded) const {
-    const KVSequence& sequence = a_.sequences[(size_t)unit.sequence];
-    const int64_t first = (int64_t)unit.split * kAttentionSplit;
-    const int32_t count = (int32_t)std::min<int64_t>(kAttentionSplit, sequence.count - first);
-    const char *keys = sequence.keys + unit.group * sequence.key_group_stride,
-               *values = sequence.values + unit.group * sequence.value_group_stride;
+    const int32_t begin = unit.split * kAttentionSplit, first = std::max(begin, first_key(unit.sequence)),
+                  end = std::min(begin + kAttentionSplit, position(unit.sequence) + 1);
     for (int32_t h = 0; h < unit.heads; h++) {
-      const char* query = sequence.query + (unit.first_head + h) * sequence.query_head_stride;
+      const char* query = a_.query.at(row(unit.sequence), unit.first_head + h);
       for (int32_t i = 0; i < a_.key_size; i++)
         scratch[h * a_.key_size + i] = element_of<float>(query, i, a_.type) * a_.scale;
     }
+    const char* blocks[2][kAttentionSplit / kBlockTokens];
     AttentionSplit split{scratch,
-                         keys + first * sequence.key_stride,
-                         values + first * sequence.value_stride,
-                         sequence.key_stride,
-                         sequence.value_stride,
-                         a_.type,
+                         blocks[0],
+                         blocks[1],
+                         has_codes() ? 2 * a_.key_size : a_.cache.keys.token_stride,
+                         has_codes() ? 2 * a_.value_size : a_.cache.values.token_stride,
+                         has_codes() ? DType::bf16 : a_.type,
                          unit.heads,
                          a_.key_size,
                          a_.value_size,
-                         count,
+                         first % kBlockTokens,
+                         end - first,
                          scratch + max_heads_ * a_.key_size,
                          result,
                          result + max_heads_,
                          result + 2 * max_heads_};
-    if (sequence.key_scales) decode_split(unit, first, split, decoded);
+    find_blocks(unit, first, split, a_.cache.keys, a_.key_size, decoded, blocks[0]);
+    if (values_are_keys()) {
+      split.values = split.keys, split.value_stride = split.key_stride;
+    } else {
+      uint16_t* values = has_codes() ? decoded + (int64_t)kAttentionSplit * a_.key_size : nullptr;
+      find_blocks(unit, first, split, a_.cache.values, a_.value_size, values, blocks[1]);
+    }
     kernels_.attention_split(split);
   }
 
-  void decode_split(const Unit& unit, int64_t first, AttentionSplit& split, uint16_t* decoded) const {
-    const KVSequence& sequence = a_.sequences[(size_t)unit.sequence];
-    const bool shared = sequence.values == sequence.keys;
-    auto decode = [&](const char* codes, const uint8_t* scales, int64_t stride, int32_t size, uint16_t* out) {
-      kernels_.decode_cache({(const uint8_t*)codes, scales + first, stride, split.count, size, (char*)out});
-    };
-    decode(split.keys, sequence.key_scales + unit.group * sequence.key_scale_group_stride, split.key_stride,
-           a_.key_size, decoded);
-    split.type = DType::bf16;
-    split.keys = split.values = (const char*)decoded;
-    split.key_stride = split.value_stride = 2 * a_.key_size;
-    if (shared) return;
-    uint16_t* values = decoded + (int64_t)kAttentionSplit * a_.key_size;
-    decode(sequence.values + unit.group * sequence.value_group_stride + first * sequence.value_stride,
-           sequence.value_scales + unit.group * sequence.value_scale_group_stride, sequence.value_stride, a_.value_size,
-           values);
-    split.values = (const char*)values;
-    split.value_stride = 2 * a_.value_size;
+  // Of the split that begins with the key `first`; codes are decoded.
+  void find_blocks(const Unit& unit, int32_t first, const AttentionSplit& split, const CachePart& part, int32_t size,
+                   uint16_t* decoded, const char** blocks) const {
+    const int32_t* table = sequences_.blocks(unit.sequence) + first / kBlockTokens;
+    for (int32_t b = 0, begin = 0, end; begin < split.count; b++, begin = end) {
+      const int32_t token = b ? 0 : split.skipped;
+      end = std::min((b + 1) * kBlockTokens - split.skipped, split.count);
+      blocks[b] = part.at(table[b], unit.group, token);
+      if (!part.scales) continue;
+      char* out = (char*)(decoded + (int64_t)begin * size);
+      kernels_.decode_cache({(const uint8_t*)blocks[b], part.scales_at(table[b], unit.group, token), part.token_stride,
+                             end - begin, size, out});
+      blocks[b] = out;
+    }
   }
 
   void merge_splits(const Unit& unit) {
     const Part& part = parts_[unit.part];
-    const KVSequence& sequence = a_.sequences[(size_t)unit.sequence];
+    char* out = a_.out + row(unit.sequence) * a_.out_row_stride;
     auto split_result = [&](int32_t s) {
       return results_.data() + (size_t)(part.first_unit + s) * (size_t)result_size_;
     };
@@ -181,13 +188,14 @@ class AttentionJob : public Job {
         float sum = 0;
         for (int32_t s = 0; s < part.splits; s++)
           sum += split_result(s)[2 * max_heads_ + h * a_.value_size + i] * rescale[(size_t)s];
-        set_element(sequence.out, head + i, a_.type, (double)(sum / exp_sum));
+        set_element(out, head + i, a_.type, (double)(sum / exp_sum));
       }
     }
   }
 
   const KernelTable& kernels_;
   const Attention& a_;
+  const StepSequences& sequences_;
   int32_t max_heads_ = 0, result_size_ = 0;  // heads of a unit at most; floats of its result
   std::vector<Unit> units_;
   std::vector<Part> parts_;

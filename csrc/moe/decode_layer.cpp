@@ -256,15 +256,24 @@ void DecodeLayer::select(DType type, const char* logits, int32_t* ids, float* sc
 // x + attention(norm(x)).
 class DecodeLayer::AttentionPass {
  public:
-  AttentionPass(DecodeLayer& layer, const HiddenRows& rows, const Rotary& rotary, std::vector<KVSequence> sequences)
+  AttentionPass(DecodeLayer& layer, const HiddenRows& rows, const Rotary& rotary, const LayerCache& cache,
+                int32_t window, const StepSequences& sequences)
       : layer_(layer),
         a_(layer.attention),
         rows_(rows),
         rotary_(rotary),
         threads_(layer.engine_->pool.threads()),
         products_(layer.kernels_, threads_),
-        attention_{std::move(sequences), a_.heads,  a_.groups, a_.head_size,
-                   a_.head_size,         rows.type, a_.scale,  a_.sinks} {}
+        attention_{.sequences = &sequences,
+                   .cache = cache,
+                   .heads = a_.heads,
+                   .groups = a_.groups,
+                   .key_size = a_.head_size,
+                   .value_size = a_.head_size,
+                   .type = rows.type,
+                   .scale = a_.scale,
+                   .window = window,
+                   .sinks = a_.sinks} {}
 
   void add_to(Steps& steps) {
     steps.add([this] { return begin(), products_.coded(); });
@@ -299,14 +308,9 @@ class DecodeLayer::AttentionPass {
     if (a_.query.weight) layer_.norm(a_.query, q_, q_, rows_.type, tokens * a_.heads, a_.head_size);
     if (a_.key.weight) layer_.norm(a_.key, k_, k_, rows_.type, tokens * a_.groups, a_.head_size);
     rows_.type == DType::bf16 ? rotate<DType::bf16>() : rotate<DType::f32>();
-    for (int64_t t = 0; t < tokens; t++) {
-      KVSequence& s = attention_.sequences[(size_t)t];
-      s.query = q_ + t * a_.heads * head;
-      s.key = k_ + t * a_.groups * head;
-      s.value = v_ + t * a_.groups * head;
-      s.query_head_stride = s.key_head_stride = s.value_head_stride = head;
-      s.out = attended_ + t * a_.heads * head;
-    }
+    attention_.query = {q_, a_.heads * head, head};
+    attention_.key = {k_, a_.groups * head, head}, attention_.value = {v_, a_.groups * head, head};
+    attention_.out = attended_, attention_.out_row_stride = a_.heads * head;
     job_ = attention_job(layer_.kernels_, attention_, threads_);
     return job_.get();
   }
@@ -419,10 +423,11 @@ class DecodeLayer::ExpertPass {
   std::optional<Call> call_;
 };
 
-void DecodeLayer::attend(const HiddenRows& rows, const Rotary& rotary, std::vector<KVSequence> sequences) {
+void DecodeLayer::attend(const HiddenRows& rows, const Rotary& rotary, const LayerCache& cache, int32_t window,
+                         const StepSequences& sequences) {
   std::lock_guard lock(calls_);
   Steps steps;
-  AttentionPass pass(*this, rows, rotary, std::move(sequences));
+  AttentionPass pass(*this, rows, rotary, cache, window, sequences);
   pass.add_to(steps);
   steps.run(engine_->pool);
   check_sources();
@@ -441,7 +446,8 @@ void DecodeLayer::route(const HiddenRows& rows, bool w8a8, bool needs_grad) {
   steps.run(engine_->pool);
 }
 
-void decode_layers(std::vector<LayerCall>& calls, const HiddenRows& rows, const Rotary& rotary) {
+void decode_layers(const std::vector<LayerCall>& calls, const HiddenRows& rows, const Rotary& rotary,
+                   const StepSequences& sequences) {
   // In order of address: another call may have the same layers in another order.
   std::vector<DecodeLayer*> layers;
   for (const LayerCall& call : calls) layers.push_back(call.layer);
@@ -453,13 +459,13 @@ void decode_layers(std::vector<LayerCall>& calls, const HiddenRows& rows, const 
   Steps steps;
   HiddenRows from = rows;
   const int64_t bytes = (int64_t)rows.tokens * calls.front().layer->hidden() * (int64_t)size_of(rows.type);
-  for (LayerCall& call : calls) {
+  for (const LayerCall& call : calls) {
     DecodeLayer& layer = *call.layer;
     HiddenRows middle = from, to = from;
     middle.out = layer.buffer(kMiddle, bytes);
     to.x = middle.out;
     to.out = &call == &calls.back() ? rows.out : layer.buffer(kResult, bytes);
-    attentions.emplace_back(layer, middle, rotary, std::move(call.sequences)).add_to(steps);
+    attentions.emplace_back(layer, middle, rotary, call.cache, call.window, sequences).add_to(steps);
     experts.emplace_back(layer, to, call.w8a8, call.needs_grad).add_to(steps);
     from.x = to.out;
   }

@@ -77,12 +77,14 @@ class DecodeLayer {
   int32_t max_tokens() const { return kernels_.gemv_max_tokens; }
   const std::shared_ptr<Engine>& engine() const { return engine_; }
 
-  // `sequences`: caches of the tokens in their order; what belongs to the new token itself is set here.
-  void attend(const HiddenRows& rows, const Rotary& rotary, std::vector<KVSequence> sequences);
+  // `sequences`: one for each row.
+  void attend(const HiddenRows& rows, const Rotary& rotary, const LayerCache& cache, int32_t window,
+              const StepSequences& sequences);
   void route(const HiddenRows& rows, bool w8a8, bool needs_grad);
 
  private:
-  friend void decode_layers(std::vector<LayerCall>& calls, const HiddenRows& rows, const Rotary& rotary);
+  friend void decode_layers(const std::vector<LayerCall>& calls, const HiddenRows& rows, const Rotary& rotary,
+                            const StepSequences& sequences);
   class AttentionPass;
   class ExpertPass;
   class RouterJob;
@@ -101,11 +103,13 @@ class DecodeLayer {
 // One of several layers that follow each other.
 struct LayerCall {
   DecodeLayer* layer;
-  std::vector<KVSequence> sequences;
+  LayerCache cache;
+  int32_t window;  // as in Attention
   bool w8a8, needs_grad;
 };
 
 // All layers, of one pool and one hidden size; none twice.
-void decode_layers(std::vector<LayerCall>& calls, const HiddenRows& rows, const Rotary& rotary);
+void decode_layers(const std::vector<LayerCall>& calls, const HiddenRows& rows, const Rotary& rotary,
+                   const StepSequences& sequences);
 
 }  // namespace kt

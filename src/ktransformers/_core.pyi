@@ -131,6 +131,17 @@ class TaskQueue:
 # Codes, scales or None, tensor scale or None.
 Released = tuple[Array, Array | None, Array | None]
 
+class StepSequences:
+    def __init__(self, rows: Any, positions: Any, table: Any) -> None:
+        """The new tokens of a step, the same for all layers, in int32, which are copied. `rows` [n]: the token's row of
+        the batch, each once; `positions` [n]: its position in its sequence; `table` [n, m]: the blocks of the sequence.
+        Entries behind the block of the position are ignored."""
+
+# Strided views of one layer's part of a pool of blocks of 64 tokens: keys [blocks, groups, 64, d] and values
+# [blocks, groups, 64, dv], which may be the first dv numbers of the keys. With key scales and value scales of e8m0
+# [blocks, groups, 64, 1] they are codes of e4m3, all in uint8.
+Cache = tuple[Any, Any] | tuple[Any, Any, Any, Any]
+
 class Pool:
     def __init__(
         self, threads: int = 0, groups: int = 0, spin_us: int = 50, pin: bool = True, yield_us: int = 500
@@ -158,15 +169,19 @@ class Pool:
         key: Any,
         value: Any,
         out: Any,
-        places: list[tuple[Any, ...]],
+        cache: Cache,
+        sequences: StepSequences,
+        *,
         scale: float,
+        window: int = 0,
+        chunk: int = 0,
         sinks: Any | None = None,
     ) -> None:
         """Decode attention of single new tokens, in bfloat16 or float32: rows of query [heads, T, d], key
-        [groups, T, d] and value [groups, T, dv] -> rows of out [T, heads, dv]. For each of places, (row, start, end,
-        keys, values): the row's key and value are written to end - 1 of keys [groups, capacity, d] and values
-        [groups, capacity, dv], then its query attends to [start, end). d and dv are multiples of 16. Values may be the
-        first dv numbers of the keys. `sinks`: float32 [heads], one more score of each softmax, without a value."""
+        [groups, T, d] and value [groups, T, dv] -> rows of out [T, heads, dv]. Each token's key and value are written
+        to its position in `cache`, then its query attends to the last `window` keys, its own included, that are of its
+        own chunk; chunks begin at multiples of `chunk`, and 0 means none. d and dv are multiples of 16. `sinks`:
+        float32 [heads], one more score of each softmax, without a value."""
 
     def rate(self, what: str, seconds: float = 0.1, threads: int = 0, isa: str = "", bytes: int = 0) -> float:
         """Units per second of the first `threads` threads together, in a bare loop: "registers" and "panels" count
@@ -370,9 +385,11 @@ class DecodeLayer:
         norm. Scores are a softmax of products and bias over all experts, with `normalise` over the `top_k` selected
         ones. `experts` are those of the layer's pool."""
 
-    def attend(self, x: Any, out: Any, cos: Any, sin: Any, places: list[tuple[Any, ...]]) -> None:
-        """out = x + attention(norm(x)). cos and sin [T, r]: number i of a head is rotated with i + r / 2. Places are
-        those of `Pool.attend`, one for each row."""
+    def attend(
+        self, x: Any, out: Any, cos: Any, sin: Any, cache: Cache, sequences: StepSequences, window: int = 0
+    ) -> None:
+        """out = x + attention(norm(x)). cos and sin [T, r]: number i of a head is rotated with i + r / 2. The cache and
+        the window are those of `Pool.attend`; there is a sequence for each row."""
 
     def route(self, x: Any, out: Any, w8a8: bool = False, needs_grad: bool = False) -> None:
         """out = x + experts(norm(x)); flags as in `Experts.forward`."""
@@ -383,12 +400,14 @@ def decode_layers(
     out: Any,
     cos: Any,
     sin: Any,
-    places: list[list[tuple[Any, ...]]],
+    caches: list[Cache],
+    windows: list[int],
+    sequences: StepSequences,
     w8a8: list[bool],
     needs_grad: bool = False,
 ) -> None:
-    """`attend` and `route` of layers that follow each other, in one job; `places` and `w8a8` have an item for each
-    layer. `needs_grad` counts where `w8a8` is False."""
+    """`attend` and `route` of layers that follow each other, in one job; `caches`, `windows` and `w8a8` have an item
+    for each layer. `needs_grad` counts where `w8a8` is False."""
 
 class Adapter:
     def __init__(

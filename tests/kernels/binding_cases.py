@@ -219,18 +219,42 @@ def argmax() -> Case:
     return Case(lambda given: pool.argmax(given["x"]), {"x": f32(3, 100)})
 
 
+def sequences(row: int) -> _core.StepSequences:
+    """One, whose new token is its 71st; in the blocks 2 and 0 of a cache."""
+    return _core.StepSequences(i32(row), i32(70), i32(2, 0)[None])
+
+
+def i32(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def step_sequences() -> Case:
+    pool, (query, key), cache = new_pool(), (f32(2, 3, 16), f32(1, 3, 16)), f32(4, 1, 64, 16)
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        keys, out = cache.clone(), torch.zeros(3, 2, 16)
+        pool.attend(query, key, key, out, (keys, keys.clone()), _core.StepSequences(**given), scale=0.5)
+        return [out, keys]
+
+    return Case(call, {"rows": i32(2, 0), "positions": i32(70, 5), "table": i32(3, 1, 2, 0).view(2, 2)})
+
+
 def attend(heads: int = 4, groups: int = 2) -> Case:
     pool = new_pool()
 
     def call(given: dict[str, Any]) -> list[Any]:
-        keys, values = given.pop("places.keys"), given.pop("places.values")
-        pool.attend(**given, places=[(1, 1, 6, keys, values)], scale=0.5)
+        keys, values = given.pop("cache.keys"), given.pop("cache.values")
+        pool.attend(**given, cache=(keys, values), sequences=sequences(1), scale=0.5, window=66)
         return [given["out"][1], keys, values]
 
     tensors = {"query": f32(heads, 3, 32), "key": f32(groups, 3, 32), "value": f32(groups, 3, 16)}
-    tensors |= {"out": f32(3, heads, 16), "places.keys": f32(groups, 8, 32), "places.values": f32(groups, 8, 16)}
-    written, optional = frozenset({"out", "places.keys", "places.values"}), frozenset({"sinks"})
+    tensors |= {"out": f32(3, heads, 16)} | cache_tensors(groups, 32)
+    written, optional = frozenset({"out", "cache.keys", "cache.values"}), frozenset({"sinks"})
     return Case(call, tensors | {"sinks": f32(heads)}, written, optional=optional)
+
+
+def cache_tensors(groups: int, key: int) -> dict[str, Tensor]:
+    return {"cache.keys": f32(3, groups, 64, key), "cache.values": f32(3, groups, 64, 16)}
 
 
 OUTPUTS = ("queries", "keys", "values", "the output")
@@ -254,12 +278,12 @@ def set_attention(layer: _core.DecodeLayer, given: dict[str, Any]) -> None:
 
 def attention_inputs() -> dict[str, Tensor]:
     tensors = {"x": f32(1, H), "out": f32(1, H), "cos": f32(1, 8), "sin": f32(1, 8)}
-    return tensors | {"places.keys": f32(2, 8, 16), "places.values": f32(2, 8, 16)}
+    return tensors | cache_tensors(2, 16)
 
 
 def attend_in_layer(layer: _core.DecodeLayer, given: dict[str, Any]) -> list[Any]:
-    keys, values = given["places.keys"], given["places.values"]
-    layer.attend(given["x"], given["out"], given["cos"], given["sin"], places=[(0, 1, 6, keys, values)])
+    keys, values = given["cache.keys"], given["cache.values"]
+    layer.attend(given["x"], given["out"], given["cos"], given["sin"], (keys, values), sequences(0), window=66)
     return [given["out"], keys, values]
 
 
@@ -276,7 +300,7 @@ def decode_layer_set_attention() -> Case:
 def decode_layer_attend() -> Case:
     layer = _core.DecodeLayer(new_pool(), H)
     set_attention(layer, attention_tensors())
-    written = frozenset({"out", "places.keys", "places.values"})
+    written = frozenset({"out", "cache.keys", "cache.values"})
     return Case(lambda given: attend_in_layer(layer, given), attention_inputs(), written)
 
 
@@ -315,13 +339,13 @@ def decode_layers() -> Case:
     set_attention(layer, attention_tensors())
 
     def call(given: dict[str, Any]) -> list[Any]:
-        keys, values = given["places.keys"], given["places.values"]
+        keys, values = given["cache.keys"], given["cache.values"]
         tensors = (given["x"], given["out"], given["cos"], given["sin"])
-        _core.decode_layers([layer], *tensors, places=[[(0, 1, 6, keys, values)]], w8a8=[False])
+        _core.decode_layers([layer], *tensors, [(keys, values)], [66], sequences(0), w8a8=[False])
         return [given["out"], keys, values]
 
-    written = frozenset({"out", "places.keys", "places.values"})
-    return Case(call, attention_inputs(), written, plain=frozenset({"layers", "w8a8"}))
+    written = frozenset({"out", "cache.keys", "cache.values"})
+    return Case(call, attention_inputs(), written, plain=frozenset({"layers", "caches", "windows", "w8a8"}))
 
 
 def attend_codes() -> Case:
@@ -329,14 +353,14 @@ def attend_codes() -> Case:
     pool, parts = new_pool(), ("keys", "values", "key scales", "value scales")
 
     def call(given: dict[str, Any]) -> list[Any]:
-        cache = [given.pop(f"places.{part}") for part in parts]
-        pool.attend(**given, places=[(1, 1, 6, *cache)], scale=0.5)
+        cache = tuple(given.pop(f"cache.{part}") for part in parts)
+        pool.attend(**given, cache=cache, sequences=sequences(1), scale=0.5, window=66)
         return [given["out"][1], *cache]
 
     tensors = {"query": f32(4, 3, 32), "key": f32(2, 3, 32), "value": f32(2, 3, 16), "out": f32(3, 4, 16)}
     for part, size in zip(parts, (32, 16, 1, 1), strict=True):
-        tensors[f"places.{part}"] = torch.full((2, 8, size), 60 if size > 1 else 127, dtype=torch.uint8)
-    written, optional = frozenset({"out", *(f"places.{part}" for part in parts)}), frozenset({"sinks"})
+        tensors[f"cache.{part}"] = torch.full((3, 2, 64, size), 60 if size > 1 else 127, dtype=torch.uint8)
+    written, optional = frozenset({"out", *(f"cache.{part}" for part in parts)}), frozenset({"sinks"})
     return Case(call, tensors | {"sinks": f32(4)}, written, optional=optional)
 
 
@@ -503,6 +527,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "CodedLinear.gather": linear_gather,
     "CodedLinear.adopt": linear_adopt,
     "Pool.argmax": argmax,
+    "StepSequences.__init__": step_sequences,
     "Pool.attend": attend,
     "Pool.attend, one head": lambda: attend(1, 1),
     "Pool.attend, codes": attend_codes,

@@ -52,13 +52,19 @@ def new_layer(pool: _core.Pool, experts: _core.Experts | None = None) -> _core.D
     return layer
 
 
-def places() -> list[Any]:
-    return [(row, 0, 1, torch.zeros(4, 4, SIZE), torch.zeros(4, 4, SIZE)) for row in range(ROWS)]
+def new_cache() -> tuple[Tensor, Tensor]:
+    return torch.zeros(ROWS, 4, 64, SIZE), torch.zeros(ROWS, 4, 64, SIZE)
+
+
+def first_tokens() -> _core.StepSequences:
+    rows = torch.arange(ROWS, dtype=torch.int32)
+    return _core.StepSequences(rows, torch.zeros_like(rows), rows[:, None])
 
 
 def decode(layers: list[_core.DecodeLayer], x: Tensor) -> Tensor:
-    out, rotary = torch.empty_like(x), torch.ones(ROWS, SIZE)
-    _core.decode_layers(layers, x, out, rotary, rotary, [places() for _ in layers], [False] * len(layers))
+    out, rotary, count = torch.empty_like(x), torch.ones(ROWS, SIZE), len(layers)
+    caches = [new_cache() for _ in layers]
+    _core.decode_layers(layers, x, out, rotary, rotary, caches, [0] * count, first_tokens(), [False] * count)
     return out
 
 
@@ -99,7 +105,7 @@ def test_lost_pages_of_a_mapped_weight_are_an_error(tmp_path: Path) -> None:
     decode([layer], x)
     os.truncate(file, 0)
     with pytest.raises(DamagedFileError, match=str(file)):
-        layer.attend(x, torch.empty_like(x), rotary, rotary, places())
+        layer.attend(x, torch.empty_like(x), rotary, rotary, new_cache(), first_tokens())
     with pytest.raises(DamagedFileError, match=str(file)):
         decode([layer], x)
 

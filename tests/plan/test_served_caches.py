@@ -13,7 +13,7 @@ from ktransformers.plan import Choice, Serving, profile
 from ktransformers.plan.memory import predict_memory
 from ktransformers.plan.model_shape import shape_from_config
 from ktransformers.serve.attention.latent import LATENT_ATTRIBUTE
-from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.cache.kv_cache import BLOCK_TOKENS, KVSlot
 from ktransformers.serve.cache.snapshots import state_bytes
 from ktransformers.serve.scheduler.forward import Chunk, SequentialForward, make_forward
 from tests.support.family_checks import ALL_FAMILIES
@@ -39,11 +39,11 @@ def check(model: Any, family: str) -> None:
     forward = make_forward(model)
     assert not isinstance(forward, SequentialForward)
     bytes_per_token = forward.check_against_stock()
-    slot = KVSlot(None, capacity=TOKENS)
+    slot = KVSlot.alone(TOKENS)
     forward.run([Chunk(slot, [3 + at % 90 for at in range(TOKENS)], 0, None)])
     work = Serving(context=TOKENS, prompt=TOKENS, rest_bytes=4)
     host = predict_memory(shape, work, Choice("bf16"), profile("arm2")).host
-    assert host["KV cache"] == slot.bytes() == TOKENS * bytes_per_token > 0
+    assert host["KV cache"] == TOKENS * slot.memory.block_bytes // BLOCK_TOKENS == TOKENS * bytes_per_token > 0
     # The states of the sequence, and a copy of them.
     assert host.get("states", 0) == 2 * state_bytes(slot.states) == 2 * forward.bytes_per_sequence
     latents = [getattr(module, LATENT_ATTRIBUTE, None) for module in model.modules()]

@@ -55,7 +55,7 @@ def served(directory: Path, lines: list[str], *words: str) -> Any:
 
 
 def logits(service: Any) -> torch.Tensor:
-    slot = KVSlot(None, capacity=64)
+    slot = KVSlot.alone(64)
     (whole,) = service.engine.forward.run([Chunk(slot, PROMPT, 0, None)])
     first = whole.logits.clone()
     (one,) = service.engine.forward.run([Chunk(slot, [5], len(PROMPT), None)])
@@ -199,7 +199,7 @@ def test_adapters_of_a_batch_over_codes(family: str, device: str, monkeypatch: p
     adapters = [adapter("one", 4), None, adapter("two", 2)]
 
     def steps(chosen: Sequence[LoadedAdapter | None]) -> torch.Tensor:
-        slots = [KVSlot(None, capacity=64) for _ in chosen]
+        slots = KVSlot.together(len(chosen), 64)
         logits = []
         for tokens in (PROMPT, [5], [7]):
             chunks = [

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ktransformers.place.placement import Placement
-from ktransformers.serve.graphs.decode_graphs import Compute, DecodeGraphs
+from ktransformers.serve.graphs.step_graphs import Compute, StepGraphs
 from tests.support.serving import EngineHarness
 
 
@@ -32,6 +32,6 @@ class EagerCapture:
         return replay
 
 
-def graphs_of(harness: EngineHarness) -> DecodeGraphs:
+def graphs_of(harness: EngineHarness) -> StepGraphs:
     assert harness.forward.graphs is not None
     return harness.forward.graphs

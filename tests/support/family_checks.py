@@ -16,7 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Auto
 from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.serve.cache.kv_cache import KVSlot
-from ktransformers.serve.graphs.decode_graphs import uncaptured_family
+from ktransformers.serve.graphs.step_graphs import uncaptured_family
 from ktransformers.serve.scheduler.forward import Chunk, Forward, SequentialForward, make_forward
 from ktransformers.train.model import build_lora_config, check_readable
 from ktransformers.train.packing import packing_error, require_masked_layers, separate_rows
@@ -119,7 +119,7 @@ def _check_packing(model: Any) -> str:
 
 def served_tokens(forward: Forward | SequentialForward, prompt: list[int], count: int) -> list[int]:
     """Greedy tokens, the prompt in uneven chunks."""
-    slot, chunk_size, sequence, done = KVSlot(None, capacity=len(prompt) + count), 33, list(prompt), 0
+    slot, chunk_size, sequence, done = KVSlot.alone(len(prompt) + count), 33, list(prompt), 0
     while len(sequence) < len(prompt) + count:
         piece = sequence[done : done + chunk_size]
         (result,) = forward.run([Chunk(slot, piece, done, None, greedy=True)])

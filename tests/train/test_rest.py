@@ -92,7 +92,7 @@ def test_served_rows_have_the_bits_of_training(fp8: Path) -> None:
     with torch.no_grad():
         expected = model(TOKENS).logits[0, -1]
     forward = make_forward(model)
-    (answer,) = forward.run([Chunk(KVSlot(None, capacity=64), TOKENS[0].tolist(), 0, None)])
+    (answer,) = forward.run([Chunk(KVSlot.alone(64), TOKENS[0].tolist(), 0, None)])
     assert float((answer.logits - expected).norm() / expected.norm()) < 1e-3
 
 

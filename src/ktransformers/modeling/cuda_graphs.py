@@ -4,7 +4,7 @@ happens when that fails.
 `GraphCache` is the life cycle of every graph in this project: a key (shapes, dtypes, addresses) is counted, at its
 third occurrence the work is run once and captured, from then on it is replayed; what cannot be captured is refused with
 one log line and goes on eagerly. Three caches use it: expert passes (`place/gpu/expert_graphs.py`), attention
-of training steps (`modeling/attention_graphs/`), decode steps of the server (`serve/graphs/decode_graphs.py`).
+of training steps (`modeling/attention_graphs/`), decode steps of the server (`serve/graphs/step_graphs.py`).
 `KT_GRAPHS` names those that are on. What a key is, what belongs to a graph and which graphs are evicted first is the
 caller's.
 

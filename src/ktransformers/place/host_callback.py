@@ -40,7 +40,7 @@ from ktransformers.experts.backend import ExpertBatch
 from ktransformers.experts.lora import MixedLora
 from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.errors import InputError
-from ktransformers.place.gpu import resident_decode
+from ktransformers.place.gpu import resident_batch, resident_decode
 from ktransformers.place.gpu.executor import GpuExecutor, LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.multi_lora import LoraPointers
@@ -125,7 +125,8 @@ class HostCallbackPath:
             return "LoRA on experts with adapter indices in host memory"
         if mode in (STREAM, STREAM_ALL):
             return "experts that are streamed"
-        if not 0 < tokens <= (MAX_CAPTURED_TOKENS if self.capturing else MAX_DECODE_TOKENS):
+        most = MAX_CAPTURED_TOKENS if self.capturing else MAX_DECODE_TOKENS
+        if not 0 < tokens <= most and not (self.capturing and self._computes_all(layer, batch)):
             return f"a batch of {tokens} tokens"
         if not resident_decode.runs_on(self.device):
             return "no Triton"
@@ -133,6 +134,13 @@ class HostCallbackPath:
         if layer.index in self.executor.residents and not resident_decode.supports(layer.geometry, rows, self.device):
             return f"residents in {layer.geometry.first.formats[1].spec} and {tokens} tokens"
         return ""
+
+    def _computes_all(self, layer: LayerOnDevice, batch: ExpertBatch) -> bool:
+        """Whether a batch of any size is computed without the CPU, in a graph that is captured again when residents
+        change."""
+        cache = self.executor.residents.get(layer.index)
+        complete = cache is not None and len(cache.present(layer.index)) == layer.geometry.experts
+        return complete and self.recaptured and resident_batch.supports(layer, batch)
 
     def check(self, layer: LayerOnDevice, batch: ExpertBatch, mode: str) -> None:
         """Raise `InputError` for a batch that a CUDA graph cannot hold."""
@@ -153,6 +161,8 @@ class HostCallbackPath:
     def forward(self, layer: LayerOnDevice, store: ExpertStore, batch: ExpertBatch) -> Tensor:
         """The layer's output in hidden's dtype, ordered on the current stream."""
         inputs = tuple(tensor.detach().contiguous() for tensor in (batch.hidden, batch.ids, batch.weights))
+        if batch.ids.shape[0] > MAX_CAPTURED_TOKENS:
+            return self._forward_all(layer, *inputs)
         if batch.mixed is not None:
             inputs = (*inputs, batch.mixed.rows.contiguous())
         if not self._cuda:
@@ -164,6 +174,14 @@ class HostCallbackPath:
             else:
                 self._launched = True
             return self._forward(layer, prepared, inputs)
+
+    def _forward_all(self, layer: LayerOnDevice, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """A batch of any size, all of whose experts are resident."""
+        with torch.inference_mode(False):
+            residents = self._table(layer)
+        assert residents is not None
+        routing = DeviceRouting(residents.slot_of, ids, weights, self._counts[layer.index])
+        return resident_batch.forward(layer, residents.cache, routing, hidden, self.executor.decoded_buffer)
 
     def _forward(self, layer: LayerOnDevice, prepared: PreparedCall, inputs: tuple[Tensor, ...]) -> Tensor:
         hidden, ids, weights, *adapters = inputs
@@ -255,13 +273,10 @@ class HostCallbackPath:
             rows = torch.full(hidden.shape[:1], -1, dtype=torch.int32, pin_memory=self._cuda)
             share = torch.empty_like(out, device=self.device, pin_memory=False)
             buffers = self._buffers[size] = PinnedBuffers(hidden, ids, weights, rows, out, share)
-        if layer.index not in self._residents:
-            self._residents[layer.index] = self._new_resident_table(layer)
         if layer.index not in self._counts:
-            self._counts[layer.index] = torch.zeros(layer.geometry.experts, dtype=torch.int32, device=self.device)
             # A layer's weights must outlive the calls that are queued on them.
             weakref.finalize(store, _synchronize, self.device).atexit = False
-        residents = self._residents[layer.index]
+        residents = self._table(layer)
         adapters: Adapters = ()
         lora_pointers: LoraPointers | None = None
         options: dict[str, Any] = {"out": buffers.out, "skip": None if residents is None else residents.skip}
@@ -278,6 +293,16 @@ class HostCallbackPath:
         _synchronize(self.device)  # tables and residents are complete before any stream uses them
         self._last_stream = self._current_stream()
         return prepared
+
+    def _table(self, layer: LayerOnDevice) -> ResidentTable | None:
+        """The layer's residents, and zeros for the counts of its rows, when they are asked for first."""
+        if not self._is_current(layer.index):
+            self.drop_calls(layer.index)
+        if layer.index not in self._residents:
+            self._residents[layer.index] = self._new_resident_table(layer)
+        if layer.index not in self._counts:
+            self._counts[layer.index] = torch.zeros(layer.geometry.experts, dtype=torch.int32, device=self.device)
+        return self._residents[layer.index]
 
     def _pointers_for(self, layer: LayerOnDevice, mixed: MixedLora, adapters: Adapters) -> LoraPointers:
         pointers = self._lora_pointers.get((layer.index, adapters))

@@ -78,7 +78,7 @@ IGNORED_OPTIONS: dict[str, str] = {  # take one value
     "--schedule-conservativeness": "a sequence without KV capacity is preempted and recomputed later",
     "--watchdog-timeout": "--request-timeout sets it",
     "--fp8-gemm-backend": "there are no FP8 GEMMs",
-    "--page-size": "the cache has slots, not pages",
+    "--page-size": "blocks of the cache have 64 tokens",
     "--random-seed": "each request sets its own seed",
     "--tokenizer-path": "the tokenizer lies in the model directory",
     "--grammar-backend": "llguidance is used",

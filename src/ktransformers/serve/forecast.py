@@ -29,9 +29,9 @@ from ktransformers.serve.target import Target, as_trained
 if TYPE_CHECKING:
     from ktransformers.serve.http.service import Service
 
-# Prompt tokens of a step on a CPU, at most: the largest that changes nothing else in the plan is taken.
-CHUNK_SIZES = (4096, 2048, 1024)
-# Without a plan, with --deterministic, on a GPU, and where no larger one fits.
+# Prompt tokens of a step, at most: the largest that changes nothing else in the plan is taken. The first on a GPU only.
+CHUNK_SIZES = (8192, 4096, 2048, 1024)
+# Without a plan, with --deterministic, and where no larger one fits.
 DEFAULT_CHUNK = 512
 DEFAULT_CONTEXT = 4096  # tokens of a request, if the line sets none and the model allows more
 
@@ -88,9 +88,8 @@ def plan_server(
 
     def plan_for(device: str) -> Plan | None:
         work = workload_of(launch, target, device, rest_by_rules(options, launch.rest))
-        # On a GPU larger chunks are taken when they are asked for: what attention keeps of them is not planned.
-        fixed = launch.chunked_prefill_size is not None or launch.deterministic or device != "cpu"
-        sizes = () if fixed else CHUNK_SIZES
+        fixed = launch.chunked_prefill_size is not None or launch.deterministic
+        sizes = () if fixed else CHUNK_SIZES[device == "cpu" :]
         expert_format = launch.expert_format or encoded_format(options) or target.expert_format
         try:
             shape = stored_as(open_shape(str(target.model)), expert_format)

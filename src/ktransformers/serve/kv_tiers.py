@@ -124,7 +124,7 @@ def _host_bytes(asked: float | None) -> int:
 
 def _buffer_bytes(layout: BlockLayout, context_length: int) -> int:
     """For all blocks of one sequence and its states, where memory allows it."""
-    from ktransformers.serve.cache.cache_blocks import BLOCK_TOKENS
+    from ktransformers.serve.cache.kv_cache import BLOCK_TOKENS
 
     wanted = (-(-context_length // BLOCK_TOKENS) + layout.state_pieces) * layout.bytes
     allowed = int(system.memory().available * MAX_BUFFER_SHARE)
@@ -139,7 +139,7 @@ def _disk_bytes(launch: Launch, file: DiskFile) -> int:
 
 
 def _describe(host: Any, disk: Any, buffers: bool) -> str:
-    from ktransformers.serve.cache.cache_blocks import BLOCK_TOKENS
+    from ktransformers.serve.cache.kv_cache import BLOCK_TOKENS
 
     size, tokens = host.rows * host.block_bytes / 2**30, host.rows * BLOCK_TOKENS
     line = f"KV cache in host memory: {size:.2f} GiB, {tokens} tokens" + (", a buffer of the disk" if buffers else "")

@@ -27,10 +27,10 @@ from ktransformers.place.apply import ModelPlacement, as_planned
 from ktransformers.place.device_map import run_on
 from ktransformers.plan import Plan
 from ktransformers.quantized.weight import describe_quantized
-from ktransformers.serve.cache.kv_cache import CAPACITY_BLOCK
+from ktransformers.serve.cache.kv_cache import BLOCK_TOKENS
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.forecast import choose_device, chunk_size, max_positions, memory_advice
-from ktransformers.serve.graphs.decode_graphs import attach_graphs
+from ktransformers.serve.graphs.step_graphs import attach_graphs
 from ktransformers.serve.http.limits import RequestLimits
 from ktransformers.serve.http.registry import Registry
 from ktransformers.serve.http.service import DoorOptions, PrepareOptions, Service
@@ -163,8 +163,9 @@ def _open_service(
     if group is not None:
         service.nodes, engine.unavailable = group.pool, group.pool.unavailable
     if on_gpu and group is None:
-        running = engine.limits.max_running_requests
-        log(attach_graphs(forward, placement.placement, replace(launch, max_running_requests=running)))
+        running, chunk = engine.limits.max_running_requests, engine.limits.chunked_prefill_size
+        launch = replace(launch, max_running_requests=running)
+        log(attach_graphs(forward, placement.placement, launch, running + chunk))
     service.attention_backend = "core" if not on_gpu else "torch" if forward.graphs is None else "triton"
     return service
 
@@ -216,14 +217,14 @@ def _make_engine(
         free = cache_tokens(forward.model, launch, device, kv_bytes_per_token, 0) * kv_bytes_per_token
         fitting = int(STATE_SHARE * free) // (2 * forward.bytes_per_sequence)
         if launch.max_total_tokens is not None:
-            fitting = min(fitting, launch.max_total_tokens // CAPACITY_BLOCK)
+            fitting = min(fitting, launch.max_total_tokens // BLOCK_TOKENS)
         running = max(FULL_LENGTH, min(running, fitting))
     state_bytes = 2 * running * forward.bytes_per_sequence  # of running ones, and copies
     capacity = cache_tokens(forward.model, launch, device, kv_bytes_per_token, state_bytes)
     full_length = launch.max_running_requests or FULL_LENGTH
     tokens = launch.max_total_tokens or max(256, min(capacity, full_length * context))
     if launch.max_running_requests is None:
-        running = min(running, max(1, tokens // CAPACITY_BLOCK))
+        running = min(running, max(1, tokens // BLOCK_TOKENS))
     launch = replace(launch, max_running_requests=running)
     cache_bytes = tokens * kv_bytes_per_token
     states = f", states of sequences up to {state_bytes / 2**30:.2f} GiB" if state_bytes else ""

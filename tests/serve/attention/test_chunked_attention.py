@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ktransformers.ground.errors import InputError
 from ktransformers.serve.attention import query_scales
-from ktransformers.serve.attention.attention import Span, _cut_at_chunks
+from ktransformers.serve.attention.attention import _cut_at_chunks
+from ktransformers.serve.attention.step import Span
 from ktransformers.serve.attention.windows import rule_chunk, rule_window
 from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.scheduler.forward import Chunk, Forward, make_forward
@@ -30,7 +31,7 @@ def stock_logits(model: Any) -> list[Tensor]:
 
 def computed_in_chunks(forward: Any) -> list[Tensor]:
     """Chunks of a prompt across several chunks of positions, beside new tokens of the other sequence."""
-    slots = [KVSlot(None, capacity=64), KVSlot(None, capacity=64)]
+    slots = KVSlot.together(2, 64)
     logits: list[list[Tensor]] = [[], []]
     steps = [((1, 0, 6), (0, 0, 29)), ((0, 29, 30), (1, 6, 38)), ((0, 30, 33), (1, 38, 39))]
     steps += [((1, at, at + 1), (0, at - 6, at - 5)) for at in (39, 40, 41, 42)]
@@ -78,7 +79,7 @@ def test_check_sees_scales_and_chunks_of_thousands_of_tokens(monkeypatch: pytest
 def test_stock_scaling_is_on_again_after_a_call() -> None:
     model: Any = build("llama4_text")
     forward = make_forward(model)
-    forward.run([Chunk(KVSlot(None, capacity=64), PROMPTS[0][:5], 0, None)])
+    forward.run([Chunk(KVSlot.alone(64), PROMPTS[0][:5], 0, None)])
     scaled = [module for module in model.modules() if hasattr(module, query_scales.SCALED_ATTRIBUTE)]
     assert len(scaled) == 1 and scaled[0].attn_temperature_tuning is True
 
@@ -97,7 +98,7 @@ def test_rules() -> None:
 
 
 def test_spans_are_cut_at_chunks() -> None:
-    pieces = list(_cut_at_chunks(Span(KVSlot(None), 3, 23, 6), 8))
+    pieces = list(_cut_at_chunks(Span(KVSlot.alone(0), 3, 23, 6), 8))
     assert [(piece.first, piece.last, piece.position) for piece in pieces] == [
         (3, 5, 6),
         (5, 13, 8),

@@ -56,7 +56,7 @@ def open_model(tmp_path: Path, family: str, dtype: torch.dtype, **changes: Any) 
 
 def decode(forward: Any, adapter: Any = None, **slot: Any) -> list[Tensor]:
     """Logits of two steps of three sequences of other lengths."""
-    slots = [KVSlot(None, capacity=16, **slot) for _ in PROMPTS]
+    slots = KVSlot.together(len(PROMPTS), 16, **slot)
     forward.run([Chunk(one, prompt, 0, None) for one, prompt in zip(slots, PROMPTS, strict=True)])
     logits = []
     for step in range(2):
@@ -126,13 +126,13 @@ class CountedCalls:
 
     def __init__(self, forward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        places = CoreDecodeLayer.places
+        cache = CoreDecodeLayer.cache
 
         def counted(layer: CoreDecodeLayer, *args: Any) -> Any:
             self.count += 1
-            return places(layer, *args)
+            return cache(layer, *args)
 
-        monkeypatch.setattr(CoreDecodeLayer, "places", counted)
+        monkeypatch.setattr(CoreDecodeLayer, "cache", counted)
         self._forward = forward
 
     def during(self, **slot: Any) -> int:
@@ -216,7 +216,7 @@ def test_stack_computes_batches_of_new_tokens_alone(tmp_path: Path, monkeypatch:
     decode(forward)
     assert len(calls) == 2
     handle.remove()
-    slots = [KVSlot(None, capacity=16) for _ in range(2)]
+    slots = KVSlot.together(2, 16)
     forward.run([Chunk(slots[0], [1], 0, None), Chunk(slots[1], [1, 2], 0, None)])
     forward.run([Chunk(slots[0], [3], 1, None, wants_logits=False)])
     assert len(calls) == 2
@@ -274,21 +274,21 @@ def test_layers_in_one_job_have_the_bits_of_single_calls(threads: int, dtype: to
         layer.set_attention(*norms, [1e-6] * 3, weights, biases, numbers(4), size, 0.25)
         layer.set_experts(norms[0], 1e-6, numbers(8, hidden).bfloat16(), numbers(8).to(dtype), experts, 2, True)
         layers.append(layer)
-        caches.append(
-            [(row, 0, 2 + row, numbers(2, 8, size).to(dtype), numbers(2, 8, size).to(dtype)) for row in range(rows)]
-        )
+        caches.append((numbers(rows, 2, 64, size).to(dtype), numbers(rows, 2, 64, size).to(dtype)))
+    order = torch.arange(rows, dtype=torch.int32)
+    sequences, windows = _core.StepSequences(order, order + 1, order[:, None]), [0, 2, 0, 2]
     x, cos, sin = numbers(rows, hidden).to(dtype), numbers(rows, size).to(dtype), numbers(rows, size).to(dtype)
     single, joint = x, torch.empty_like(x)
-    for layer, places in zip(layers, caches, strict=True):
+    for layer, cache, window in zip(layers, caches, windows, strict=True):
         attended, routed = torch.empty_like(x), torch.empty_like(x)
-        layer.attend(single, attended, cos, sin, places)
+        layer.attend(single, attended, cos, sin, cache, sequences, window)
         layer.route(attended, routed)
         single = routed
     for _ in range(20):
-        _core.decode_layers(layers, x, joint.zero_(), cos, sin, caches, [False] * len(layers))
+        _core.decode_layers(layers, x, joint.zero_(), cos, sin, caches, windows, sequences, [False] * len(layers))
         assert torch.equal(joint, single)
     with pytest.raises(ValueError, match="a layer twice"):
-        _core.decode_layers([layers[0]] * 4, x, joint, cos, sin, caches, [False] * 4)
+        _core.decode_layers([layers[0]] * 4, x, joint, cos, sin, caches, windows, sequences, [False] * 4)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen2_moe"])
@@ -300,7 +300,7 @@ def test_windows_are_those_of_the_model_after_the_check(family: str, tmp_path: P
     assert any(layer._spec is not None for layer in layers_of(forward.model))
 
     def logits() -> list[Tensor]:
-        slot, prompt = KVSlot(None, capacity=48), [(11 * at + 5) % 90 + 3 for at in range(40)]
+        slot, prompt = KVSlot.alone(48), [(11 * at + 5) % 90 + 3 for at in range(40)]
         forward.run([Chunk(slot, prompt, 0, None)])
         (result,) = forward.run([Chunk(slot, [7], 40, None)])
         return [result.logits.float().clone()]

@@ -15,9 +15,9 @@ from ktransformers.adapters import LoraPair, adapter_from_tensors
 from ktransformers.ground.errors import InputError
 from ktransformers.serve.attention import indexer as indexers
 from ktransformers.serve.attention import selection
-from ktransformers.serve.attention.attention import Span
 from ktransformers.serve.attention.indexer import SpanTensors
 from ktransformers.serve.attention.selection import SelectedRows, attend_gathered, attend_masked
+from ktransformers.serve.attention.step import Span
 from ktransformers.serve.cache.kv_cache import KVCache, KVSlot
 from ktransformers.serve.scheduler.forward import Chunk, Forward, SequentialForward, make_forward
 from ktransformers.serve.scheduler.head import collect_rows
@@ -44,7 +44,7 @@ def made(family: str, **changes: Any) -> Any:
 
 def computed_in_chunks(forward: Any, adapters: tuple[LoadedAdapter | None, ...] = (None, None)) -> list[Tensor]:
     """Both prompts from a few tokens that are all selected to single new tokens beside chunks of the other."""
-    slots = [KVSlot(None, capacity=64), KVSlot(None, capacity=64)]
+    slots = KVSlot.together(2, 64)
     logits: list[list[Tensor]] = [[], []]
     steps = [((0, 0, 6), (1, 0, 20)), ((0, 6, 40),), ((0, 40, 41), (1, 20, 38)), ((0, 41, 43), (1, 38, 39))]
     steps += [((0, at, at + 1), (1, at - 4, at - 3)) for at in (43, 44)]
@@ -97,9 +97,9 @@ def test_both_ways_equal_stock(latents: bool, gathered: bool, monkeypatch: pytes
     if not latents:
         monkeypatch.setattr("ktransformers.serve.attention.latent._projection_of", lambda module: None)
     forward = Forward(made("deepseek_v32"))
-    slot = KVSlot(None, capacity=64)
+    slot = KVSlot.alone(64)
     forward.run([Chunk(slot, PROMPTS[0][:20], 0, None)])
-    assert bool(slot.values) is not latents
+    assert bool(slot.memory.parts["values"]) is not latents
     assert error(computed_in_chunks(forward), expected) < 1e-4
 
 
@@ -124,7 +124,7 @@ def test_short_sequences_take_the_ordinary_path(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(SpanTensors, "_apply", lambda self, *_: pytest.fail("scored") if self.spans else self)
     logits: list[list[Tensor]] = [[], []]
     for topk, rows in zip((8, 64), logits, strict=True):
-        forward, slots = Forward(made("deepseek_v32", index_topk=topk)), [KVSlot(None, capacity=64) for _ in range(2)]
+        forward, slots = Forward(made("deepseek_v32", index_topk=topk)), KVSlot.together(2, 64)
         for first, last in ((0, 7), (7, 8)):
             forward.run([Chunk(slot, PROMPTS[0][first:last], first, None, collect_rows(rows)) for slot in slots])
     assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
@@ -225,7 +225,7 @@ def test_gathered_equals_masked_with_sinks() -> None:
 
 def test_functions_of_span_tensors() -> None:
     torch.manual_seed(0)
-    spans = [Span(KVSlot(None), 0, 2, 10), Span(KVSlot(None), 3, 4, 20)]
+    spans = [Span(KVSlot.alone(0), 0, 2, 10), Span(KVSlot.alone(0), 3, 4, 20)]
     parts, queries = [torch.randn(1, 12, 8), torch.randn(1, 21, 8)], torch.randn(1, 4, 3, 8)
     scores = torch.matmul(queries, SpanTensors(spans, parts.__getitem__, 4).transpose(-1, -2).unsqueeze(1)) * 2.0
     assert [part.shape for part in scores.parts] == [(1, 2, 3, 12), (1, 1, 3, 21)]

@@ -38,7 +38,7 @@ FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1")
 
 def computed_in_chunks(forward: Forward, adapters: tuple[LoadedAdapter | None, ...] = (None, None)) -> list[Any]:
     """Logits of both prompts: a chunk without earlier tokens, a short one with many, and single tokens in one batch."""
-    slots = [KVSlot(None, capacity=64), KVSlot(None, capacity=64)]
+    slots = KVSlot.together(2, 64)
     logits: list[list[torch.Tensor]] = [[], []]
     steps = [
         ((0, 0, 50), (1, 0, 38)),
@@ -66,9 +66,10 @@ def test_slots_hold_latents(family: str) -> None:
     forward, config = Forward(model), model.config
     width = config.kv_lora_rank + config.qk_rope_head_dim
     assert forward.check_against_stock() == config.num_hidden_layers * width * 4
-    slot = KVSlot(None, capacity=64)
+    slot = KVSlot.alone(64)
     forward.run([Chunk(slot, PROMPTS[0][:5], 0, None)])
-    assert not slot.values and all(keys.shape == (1, 64, width) for keys in slot.keys.values())
+    parts = slot.memory.parts
+    assert not parts["values"] and all(keys.shape == (1, 1, 64, width) for keys in parts["keys"].values())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -123,20 +124,21 @@ def test_adapters_of_kv_b_proj_by_request() -> None:
     assert error(computed_in_chunks(forward, (adapter, adapter)), stock_logits(merged)) < 1e-5
 
 
-def test_cached_prefix_of_latents_is_copied_and_grows() -> None:
+def test_cached_prefix_of_latents_is_shared_and_grows() -> None:
     model: Any = build("deepseek_v3")
     forward, cache = Forward(model), KVCache(1024)
     first = cache.allocate(None, PROMPTS[0][:30])
     assert first is not None
     forward.run([Chunk(first, PROMPTS[0][:30], 0, None)])
-    second = cache.allocate(None, PROMPTS[0][:20] + PROMPTS[1])  # copied, because `first` is in use
-    assert second is not None and second.length == 20 and not second.values
-    for layer, keys in first.keys.items():
-        assert torch.equal(second.keys[layer][:, :20], keys[:, :20])
-    held = {layer: keys[:, :30].clone() for layer, keys in first.keys.items()}
-    assert cache.grow(first, 200) and not first.values
+    second = cache.allocate(None, PROMPTS[0][:20] + PROMPTS[1])
+    assert second is not None and second.length == 20 and not cache.memory.parts["values"]
+    assert second.blocks[0] != first.blocks[0]  # both write to their first block
+    for layer in cache.memory.layers:
+        assert torch.equal(*(slot.read("keys", layer, 0, 20, torch.float32) for slot in (first, second)))
+    held = {layer: first.read("keys", layer, 0, 30, torch.float32).clone() for layer in cache.memory.layers}
+    assert cache.grow(first, 200) and first.capacity >= 200
     for layer, keys in held.items():
-        assert first.keys[layer].shape[1] >= 200 and torch.equal(first.keys[layer][:, :30], keys)
+        assert torch.equal(first.read("keys", layer, 0, 30, torch.float32), keys)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -166,7 +168,7 @@ def test_new_tokens_read_codes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
         plain.self_attn.kv_b_proj.weight = torch.nn.Parameter(numbers.to(dtype), requires_grad=False)
     forward = Forward(model)
     assert error(computed_in_chunks(forward), stock_logits(stock)) < (1e-4 if dtype == torch.float32 else 0.03)
-    slots = [KVSlot(None, capacity=64), KVSlot(None, capacity=64)]
+    slots = KVSlot.together(2, 64)
     forward.run([Chunk(slot, prompt[:40], 0, None) for slot, prompt in zip(slots, PROMPTS, strict=True)])
     for name in ("decoded", "gathered"):
         monkeypatch.setattr(QuantizedWeight, name, lambda *_: pytest.fail("codes were decoded"))

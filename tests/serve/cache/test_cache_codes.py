@@ -32,7 +32,7 @@ STEPS = [((0, 0, 20), (1, 0, 38)), ((0, 20, 53), (1, 38, 40)), ((0, 53, 54), (1,
 
 
 def logits_of(forward: Any, **options: bool) -> list[Tensor]:
-    slots = [KVSlot(None, capacity=64, **options) for _ in PROMPTS]
+    slots = KVSlot.together(len(PROMPTS), 64, **options)
     rows: list[list[Tensor]] = [[], []]
     for step in STEPS:
         forward.run([Chunk(slots[i], PROMPTS[i][a:b], a, None, collect_rows(rows[i])) for i, a, b in step])
@@ -73,7 +73,7 @@ def test_core_writes_and_reads_the_codes_of_torch(
     forward = Forward(build(family, **changes).to(dtype))
 
     def slot_after() -> KVSlot:
-        slot = KVSlot(None, capacity=64, fp8=True)
+        slot = KVSlot.alone(64, fp8=True)
         for first, last in ((0, 30), (30, 31), (31, 32)):
             forward.run([Chunk(slot, PROMPTS[0][first:last], first, None)])
         return slot
@@ -81,10 +81,11 @@ def test_core_writes_and_reads_the_codes_of_torch(
     core = slot_after()
     monkeypatch.setattr("ktransformers.serve.attention.attention._core_decodes", lambda *_: False)
     expected = slot_after()
-    assert core.keys[0].dtype == CODE_DTYPE and core.key_scales[0].shape[-1] == 1
-    for part, buffers in core.parts.items():
+    parts = core.memory.parts
+    assert parts["keys"][0].dtype == torch.uint8 and parts["key_scales"][0].shape[-1] == 1
+    for part, buffers in parts.items():
         for layer, held in buffers.items():
-            mine, torchs = (one[:, :32].view(torch.uint8) for one in (held, expected.parts[part][layer]))
+            mine, torchs = (one.flatten(1, 2)[:, :32] for one in (held, expected.memory.parts[part][layer]))
             assert torch.equal(mine, torchs) if layer == 0 else mine.shape == torchs.shape
 
 
@@ -110,7 +111,7 @@ def test_check_and_plan_count_codes(family: str) -> None:
     assert coded == shape.cached_bytes(4, fp8=True) < numbers == shape.cached_bytes(4, fp8=False)
     assert shape.read_bytes(5, 4, fp8=True) == pytest.approx(5 * coded)
     assert forward.block_layout is not None
-    assert {place.dtype for place in forward.block_layout.places if place.part == "keys"} == {CODE_DTYPE}
+    assert {place.dtype for place in forward.block_layout.places if place.part == "keys"} == {torch.uint8}
 
 
 def test_check_refuses_codes_that_are_decoded_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ktransformers.serve.cache import cache_copies
-from ktransformers.serve.cache.cache_blocks import BLOCK_TOKENS, BlockLayout
+from ktransformers.serve.cache.cache_blocks import BlockLayout
 from ktransformers.serve.cache.cache_copies import DeviceCopies, HostCopies
 from ktransformers.serve.cache.host_tier import HostBlock, HostTier
-from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.cache.kv_cache import BLOCK_TOKENS, BlockMemory, KVSlot
 from ktransformers.serve.cache.snapshots import States
 
 BLOCKS = 7
@@ -60,7 +60,8 @@ def without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_slot() -> KVSlot:
     torch.manual_seed(3)
-    slot = KVSlot(None, list(range(BLOCKS * BLOCK_TOKENS)), capacity=BLOCKS * BLOCK_TOKENS)
+    slot = KVSlot.alone(BLOCKS * BLOCK_TOKENS)
+    slot.tokens = list(range(BLOCKS * BLOCK_TOKENS))
     for layer in range(3):
         slot.write("keys", layer, 0, torch.randn(2, slot.length, 6).bfloat16())
         slot.write("values", layer, 0, torch.randn(2, slot.length, 5).bfloat16())
@@ -80,30 +81,31 @@ def test_staged_copies_are_those_of_the_cpu(
     without_streams: None, monkeypatch: pytest.MonkeyPatch, staged: int, scattered: bool
 ) -> None:
     slot = make_slot()
-    layout = BlockLayout.of_slot(slot)
+    layout = BlockLayout.of_memory(slot.memory, slot.states)
     assert layout is not None
     monkeypatch.setattr(cache_copies, "STAGING_BYTES", staged * layout.bytes)
     host, device = HostCopies(layout), DeviceCopies(layout)
     expected, actual = (rows(layout, BLOCKS - 1, scattered=scattered) for _ in range(2))
     for block in [*expected, *actual]:
         block.row.zero_()
-    host.save(slot, 1, expected)
-    device.save(slot, 1, actual)
+    numbers = list(range(1, BLOCKS)) if scattered else [3, 1, 2, 6, 4, 5]
+    host.save(slot.memory, numbers, expected)
+    device.save(slot.memory, numbers, actual)
     for first, second in zip(expected, actual, strict=True):
         assert torch.equal(first.row, second.row) and first.row.any()
         second.wait()
-    restored = KVSlot(None, capacity=slot.capacity)
-    pending = device.restore(restored, 1, expected)
+    restored = BlockMemory(BLOCKS)
+    pending = device.restore(restored, numbers, expected)
     assert pending is not None and pending.done and pending.seconds == 0.002
-    for part, buffers in slot.parts.items():
+    for part, buffers in slot.memory.parts.items():
         for layer, buffer in buffers.items():
-            assert torch.equal(restored.parts[part][layer][:, BLOCK_TOKENS:], buffer[:, BLOCK_TOKENS:])
+            assert torch.equal(restored.parts[part][layer][:, 1:], buffer[:, 1:])
 
 
 @pytest.mark.parametrize("scattered", [False, True])
 def test_states_are_copied_in_pieces(without_streams: None, scattered: bool) -> None:
     slot = make_slot()
-    layout = BlockLayout.of_slot(slot)
+    layout = BlockLayout.of_memory(slot.memory, slot.states)
     assert layout is not None and layout.state_pieces == 2
     for copies in (HostCopies(layout), DeviceCopies(layout)):
         blocks = rows(layout, layout.state_pieces, scattered=scattered)
@@ -119,7 +121,7 @@ def test_states_are_copied_in_pieces(without_streams: None, scattered: bool) -> 
 
 def test_layers_on_two_devices_have_segments_of_their_own(without_streams: None) -> None:
     slot = make_slot()
-    layout = BlockLayout.of_slot(slot)
+    layout = BlockLayout.of_memory(slot.memory, slot.states)
     assert layout is not None
     ((device, first, last),) = layout.segments
     assert (device.type, first, last) == ("cpu", 0, layout.bytes)

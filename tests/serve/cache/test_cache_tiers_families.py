@@ -12,15 +12,15 @@ import torch
 from ktransformers.serve.cache.cache_blocks import (
     BlockLayout,
     block_hashes,
-    copy_from_slot,
-    copy_to_slot,
+    copy_from_memory,
+    copy_to_memory,
     root_hash,
     state_names,
 )
 from ktransformers.serve.cache.cache_copies import _adjacent_rows
 from ktransformers.serve.cache.cache_kinds import bytes_by_kind
 from ktransformers.serve.cache.host_tier import HostTier
-from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.cache.kv_cache import BlockMemory, KVSlot
 from ktransformers.serve.sampling.sampling import Sampling
 from ktransformers.serve.scheduler.engine import FETCH_POLL_SECONDS, ServeEngine
 from ktransformers.serve.scheduler.forward import Forward
@@ -169,15 +169,15 @@ def test_prefixes_in_16_bits_are_the_same_bits(tmp_path: Path) -> None:
         family.ask(engine)
         (slot,) = engine.kv_cache.slots
         kept = {
-            (part, layer): buffer[:, :128].clone()
-            for part, held in slot.parts.items()
-            for layer, buffer in held.items()
+            (part, layer): slot.read(part, layer, 0, 128, torch.bfloat16).clone()
+            for part, held in slot.memory.parts.items()
+            for layer in held
         }
     with tiered_engine(harness, disk=tmp_path / "kv") as engine:
         family.ask(engine)
         (slot,) = engine.kv_cache.slots
         for (part, layer), buffer in kept.items():
-            assert torch.equal(slot.parts[part][layer][:, :128], buffer)
+            assert torch.equal(slot.read(part, layer, 0, 128, torch.bfloat16), buffer)
         assert engine.tiers.disk.counts.hit_tokens == 128
 
 
@@ -200,23 +200,23 @@ def test_prefixes_through_pinned_memory(name: str, tmp_path: Path) -> None:
         assert all(not block.references for block in engine.tiers.host._blocks.values())
 
 
-def test_blocks_are_copied_out_of_slots_and_back() -> None:
+def test_blocks_are_copied_out_of_the_cache_and_back() -> None:
     torch.manual_seed(0)
-    slot = KVSlot(None, list(range(200)), capacity=256)
+    slot = KVSlot.alone(256)
     for layer in (0, 3):
         slot.write("keys", layer, 0, torch.randn(3, 200, 7))
         slot.write("values", layer, 0, torch.randn(3, 200, 5).bfloat16())
     slot.write("index_keys", 3, 0, torch.randn(1, 200, 4).half())
-    layout = BlockLayout.of_slot(slot)
-    assert layout is not None and layout.matches(slot)
+    layout = BlockLayout.of_memory(slot.memory, slot.states)
+    assert layout is not None and layout.matches(slot.memory)
     blocks = torch.zeros(2, layout.bytes, dtype=torch.uint8)
-    copy_from_slot(slot, iter(layout.places), 1, blocks)
-    other = KVSlot(None, capacity=320)
-    copy_to_slot(other, iter(layout.places), 1, blocks)
-    for part, buffers in slot.parts.items():
+    copy_from_memory(slot.memory, iter(layout.places), [1, 2], blocks)
+    other = BlockMemory(5)
+    copy_to_memory(other, iter(layout.places), [4, 0], blocks)  # not in order
+    for part, buffers in slot.memory.parts.items():
         for layer, buffer in buffers.items():
-            assert torch.equal(other.parts[part][layer][:, 64:192], buffer[:, 64:192])
-    assert layout.matches(other) and not layout.matches(KVSlot(None))
+            assert torch.equal(other.parts[part][layer][:, [4, 0]], buffer[:, [1, 2]])
+    assert layout.matches(other) and not layout.matches(BlockMemory(5))
 
 
 def test_adjacent_rows_are_one_copy() -> None:
@@ -233,9 +233,9 @@ def test_adjacent_rows_are_one_copy() -> None:
 
 
 def test_names_of_blocks_depend_on_everything_before_them() -> None:
-    slot = KVSlot(None, capacity=64)
+    slot = KVSlot.alone(64)
     slot.write("keys", 0, 0, torch.zeros(1, 64, 8))
-    layout = BlockLayout.of_slot(slot)
+    layout = BlockLayout.of_memory(slot.memory, slot.states)
     assert layout is not None
     root = root_hash(b"model", b"", layout)
     tokens = list(range(200))
@@ -245,7 +245,7 @@ def test_names_of_blocks_depend_on_everything_before_them() -> None:
     changed = block_hashes(root, [*tokens[:70], 9, *tokens[71:]])
     assert changed[0] == names[0] and not set(changed[1:]) & set(names)
     slot.write("values", 0, 0, torch.zeros(1, 64, 8))
-    wider = BlockLayout.of_slot(slot)
+    wider = BlockLayout.of_memory(slot.memory, slot.states)
     assert wider is not None
     others = [root_hash(b"model", b"a", layout), root_hash(b"modela", b"", layout), root_hash(b"model", b"", wider)]
     assert len({root, *others}) == 4

@@ -64,7 +64,7 @@ def stock_logits(model: Any, tokens: list[int]) -> Tensor:
 
 def served_logits(forward: Any, adapters: tuple[LoadedAdapter | None, ...] = (None, None, None)) -> list[Tensor]:
     """Of every row of the three sequences, computed as STEPS says."""
-    slots = [KVSlot(None, capacity=64) for _ in LENGTHS]
+    slots = KVSlot.together(len(LENGTHS), 64)
     rows: list[list[Tensor]] = [[] for _ in LENGTHS]
     for step in STEPS:
         forward.run(
@@ -180,7 +180,7 @@ def test_states_that_are_not_kept_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_sequences_that_decode_together_keep_their_states_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = make_forward(tiny("qwen3_next"))
-    slots = [KVSlot(None, capacity=64) for _ in range(3)]
+    slots = KVSlot.together(3, 64)
     forward.run([Chunk(slot, prompts()[one][:5], 0, None) for one, slot in enumerate(slots)])
     gathered: list[int] = []
     stack = torch.stack
@@ -199,7 +199,7 @@ def test_sequences_that_decode_together_keep_their_states_in_one_tensor(monkeypa
 
 @pytest.mark.parametrize("family", others_slow(FAMILIES, OF_EACH_KIND))
 def test_states_hold_no_activations_of_a_chunk(family: str) -> None:
-    forward, slot = make_forward(tiny(family)), KVSlot(None, capacity=64)
+    forward, slot = make_forward(tiny(family)), KVSlot.alone(64)
     forward.run([Chunk(slot, prompts()[0], 0, None)])
     for states in slot.states.values():
         assert all(state.untyped_storage().nbytes() == state.nbytes for state in states.values())
@@ -207,7 +207,7 @@ def test_states_hold_no_activations_of_a_chunk(family: str) -> None:
 
 def test_states_have_the_names_of_older_releases() -> None:
     """Up to transformers 5.17 modules read `layers[i].conv_states[j]` and `layers[i].recurrent_states[j]`."""
-    slot = KVSlot(None)
+    slot = KVSlot.alone(0)
     batch = StateBatch(SlotStates([slot], started=False))
     batch.update_conv_state(torch.ones(1, 4, 2), 3, conv_kernel_size=4)
     batch.update_recurrent_state(torch.full((1, 2, 2), 5.0), 3, state_idx=1)

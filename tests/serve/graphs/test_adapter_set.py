@@ -1,5 +1,5 @@
 """Decode steps in which rows have adapters, several and none, from step to step others: which set of adapters a step
-takes, and when sets are evicted. As in test_decode_graphs.py a recorder stands in for CUDA graphs."""
+takes, and when sets are evicted. As in test_step_graphs.py a recorder stands in for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from ktransformers.place import attach
 from ktransformers.place.gpu.multi_lora import LoraCache
 from ktransformers.place.placement import Placement
 from ktransformers.serve.cache.kv_cache import KVSlot
-from ktransformers.serve.graphs import decode_graphs as graphs_module
+from ktransformers.serve.graphs import step_graphs as graphs_module
 from ktransformers.serve.graphs.adapter_set import AdapterSet
-from ktransformers.serve.graphs.decode_graphs import MAX_ADAPTER_SETS, DecodeGraphs, StepKey
+from ktransformers.serve.graphs.captured_step import ACTIVE, ADAPTER
+from ktransformers.serve.graphs.step_graphs import MAX_ADAPTER_SETS, StepGraphs, StepKey
 from ktransformers.serve.scheduler.forward import Chunk, Forward
 from ktransformers.serve.scheduler.lora import LinearLora, LoadedAdapter, LoraModules
 from tests.support.decode_recorder import EagerCapture, graphs_of
@@ -31,6 +32,8 @@ from tests.support.serving import EngineHarness, random_prompt, same_completion
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 NEAR = 1e-2  # of the logits' norm: residents round what they are given to bf16
+# Graphs are captured for one memory.
+UNUSED = KVSlot.together(400, 64)
 Names = list[str | None]
 
 
@@ -62,7 +65,7 @@ def capture(placed: tuple[EngineHarness, Placement]) -> Iterator[EagerCapture]:
     harness, placement = placed
     placement.place_residents(count=0)
     made = EagerCapture(placement)
-    harness.forward.graphs = DecodeGraphs(harness.model, placement, made)
+    harness.forward.graphs = StepGraphs(harness.model, placement, made)
     yield made
     graphs_of(harness).clear()
     harness.forward.graphs = None
@@ -79,7 +82,7 @@ def steps(forward: Forward, loaded: dict[str, LoadedAdapter], mixtures: list[Nam
             for row, name in enumerate(names):
                 adapter = loaded[name] if name else None
                 if (row, name) not in slots:
-                    slots[row, name] = KVSlot(None, capacity=64)
+                    slots[row, name] = UNUSED.pop()
                     graphs, forward.graphs = forward.graphs, None
                     forward.run([Chunk(slots[row, name], random_prompt(row, 5 + row), 0, adapter)])
                     forward.graphs = graphs
@@ -216,8 +219,8 @@ def test_graph_of_larger_set_is_reused(placed: tuple[EngineHarness, Placement], 
     assert capture.captures == 2 and sets_of(placed_harness) == [["one", "two"]], "its factors are there already"
     steps(placed_harness.forward, placed_harness.loaded, [["attention", "one"]] * CAPTURE_AT)
     assert sets_of(placed_harness) == [["one", "two"], ["attention", "one"]]
-    table = graphs.graphs.captured[StepKey(2, next(reversed(graphs.sets)))].device_table
-    assert table[4].tolist() == [1, 2] and table[3].tolist() == [1, 1]
+    rows = graphs.graphs.captured[StepKey(2, next(reversed(graphs.sets)))].inputs.rows
+    assert rows[ADAPTER].tolist() == [1, 2] and rows[ACTIVE].tolist() == [1, 1]
 
 
 def calls(placement: Placement) -> set[Any]:

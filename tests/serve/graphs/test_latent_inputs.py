@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ktransformers.serve.graphs import latent_inputs
-from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
 from ktransformers.serve.graphs.latent_inputs import FUSED_LATENTS, STYLES, FusedLatentAttention, RotaryStyle
+from ktransformers.serve.graphs.step_graphs import StepGraphs
 from ktransformers.serve.scheduler.forward import make_forward
-from tests.serve.graphs.test_decode_graphs import decode
+from tests.serve.graphs.test_step_graphs import decode
 from tests.support.tiny_models import build
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -61,7 +61,7 @@ def test_steps_equal_the_stock_module(family: str) -> None:
     prompts = [[(seed + 7 * at) % 90 for at in range(9)] for seed in (3, 4, 5)]
     with torch.inference_mode():
         told, wanted = decode(forward, prompts, 5)
-        forward.graphs = DecodeGraphs(model, None, record=lambda compute: compute)
+        forward.graphs = StepGraphs(model, None, record=lambda compute: compute)
         assert FUSED_LATENTS.apply(model) == len(model.model.layers)
         forwards = [layer.self_attn.forward for layer in model.model.layers]
         assert all(isinstance(one, FusedLatentAttention) and one.style == style for one in forwards)

@@ -10,13 +10,13 @@ import pytest
 
 from ktransformers.experts.contract import expert_modules
 from ktransformers.experts.interface import pack_module, select_implementation
-from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
+from ktransformers.serve.graphs.step_graphs import StepGraphs
 from ktransformers.serve.sampling.sampling import Sampling
 from ktransformers.serve.scheduler.engine import ServeEngine
 from ktransformers.serve.scheduler.forward import Forward
 from ktransformers.serve.scheduler.scheduler import Limits
 from ktransformers.serve.scheduler.sequence import Event, GenerationRequest, Sequence
-from tests.serve.graphs.test_decode_graphs import served
+from tests.serve.graphs.test_step_graphs import served
 from tests.support.decode_recorder import EagerCapture
 from tests.support.serving import EngineHarness, random_prompt
 from tests.support.tiny_models import build
@@ -31,7 +31,7 @@ class Loop:
 
     def __init__(self, harness: EngineHarness, overlap: bool, **limits: int) -> None:
         self.harness = harness
-        self.graphs = DecodeGraphs(harness.model, None, lambda compute: compute, overlap=overlap)
+        self.graphs = StepGraphs(harness.model, None, lambda compute: compute, overlap=overlap)
         harness.forward.graphs = self.graphs
         self.engine = self.harness.engine(**limits)
         self.made: list[tuple[Any, Any]] = []
@@ -208,7 +208,7 @@ def test_families(family: str) -> None:
     select_implementation(model)
     forward, outcomes = Forward(model), list[list[list[int]]]()
     for overlap in (False, True):
-        graphs = forward.graphs = DecodeGraphs(model, None, lambda compute: compute, overlap=overlap)
+        graphs = forward.graphs = StepGraphs(model, None, lambda compute: compute, overlap=overlap)
         engine, made = ServeEngine(forward, Limits(4, 8, 32, 1024, 256)), list[Sequence]()
         for seed, (length, new) in enumerate(((5, 20), (21, 9), (12, 14))):
             prompt = tuple((seed + 7 * at) % 90 for at in range(length))
@@ -238,7 +238,7 @@ def test_steps_with_experts_on_the_cpu_are_not_launched_ahead() -> None:
     seen = []
     for ratio in (0.5, 1.0):
         placement.place_residents(ratio=ratio)
-        graphs = forward.graphs = DecodeGraphs(model, placement, EagerCapture(placement))
+        graphs = forward.graphs = StepGraphs(model, placement, EagerCapture(placement))
         engine = ServeEngine(forward, Limits(4, 8, 32, 1024, 256))
         request = GenerationRequest((1, 2, 3), 12, Sampling(temperature=0))
         engine.submit([Sequence(request, Numbers(), lambda event: None)])

@@ -15,8 +15,8 @@ from ktransformers.place import attach
 from ktransformers.serve.cache import snapshots
 from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.cache.snapshots import States, copy_states
-from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
 from ktransformers.serve.graphs.state_arena import ArenaStates, StateArena
+from ktransformers.serve.graphs.step_graphs import StepGraphs
 from ktransformers.serve.sampling.sampling import Sampling
 from ktransformers.serve.scheduler.engine import ServeEngine
 from ktransformers.serve.scheduler.forward import Chunk, make_forward
@@ -37,7 +37,9 @@ def states_of(value: float) -> States:
 
 
 def slot_of(value: float) -> KVSlot:
-    return KVSlot(None, states=states_of(value))
+    slot = KVSlot.alone(0)
+    slot.states = states_of(value)
+    return slot
 
 
 def test_rows_belong_to_slots_until_their_states_are_replaced() -> None:
@@ -84,8 +86,8 @@ class Placed:
 
     def greedy(self, adapters: tuple[Any, ...] = (None,) * 4, graphs: bool = True, new: int = 10) -> list[list[int]]:
         """Of four prompts; the second joins and the third leaves while the others decode."""
-        self.forward.graphs = DecodeGraphs(self.model, self.placement, self.capture) if graphs else None
-        slots = [KVSlot(None, capacity=64) for _ in PROMPTS]
+        self.forward.graphs = StepGraphs(self.model, self.placement, self.capture) if graphs else None
+        slots = KVSlot.together(len(PROMPTS), 64)
         tokens = [list(prompt) for prompt in PROMPTS]
         for step in range(new + 3):
             running = [0, *([1] if step > 2 else []), *([2] if step < 6 else []), 3]
@@ -162,7 +164,7 @@ def test_an_engine_with_graphs_gives_the_answers_of_one_without(
         return first + later
 
     expected = answers()
-    placed.forward.graphs = DecodeGraphs(placed.model, placed.placement, placed.capture, max_rows=3)
+    placed.forward.graphs = StepGraphs(placed.model, placed.placement, placed.capture, max_rows=3)
     actual = answers()
     replayed, placed.forward.graphs = placed.forward.graphs.replayed, None
     assert replayed > 10

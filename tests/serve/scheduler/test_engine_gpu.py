@@ -52,8 +52,8 @@ def test_kv_slots_are_on_the_gpu_and_experts_are_not(on_gpu: EngineHarness) -> N
     one, recorded = on_gpu.sequence(random_prompt(1, 20), "one")
     on_gpu.run(engine, one)
     assert recorded.finish == "length" and len(recorded.tokens) == 8
-    (slot,) = engine.kv_cache.slots
-    held = [*slot.keys.values(), *slot.values.values()]
+    parts = engine.kv_cache.memory.parts
+    held = [*parts["keys"].values(), *parts["values"].values()]
     assert len(held) == 4 and all(tensor.device.type == "cuda" for tensor in held)
     for resident in on_gpu.loaded.values():
         assert all(linear.a.is_cuda and linear.b.is_cuda for linear in resident.linears.values())

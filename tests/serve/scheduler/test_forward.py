@@ -45,9 +45,7 @@ def test_greedy_chunks_return_their_token() -> None:
     read: list[torch.Tensor] = []
     requested = [([5, 6, 7], True, True), ([8, 9], False, False), ([1], True, False), ([2, 3], False, True)]
     pieces = [
-        Chunk(
-            KVSlot(None, capacity=16), tokens, 0, None, collect_rows(read) if not at else None, greedy or last, greedy
-        )
+        Chunk(KVSlot.alone(16), tokens, 0, None, collect_rows(read) if not at else None, greedy or last, greedy)
         for at, (tokens, last, greedy) in enumerate(requested)
     ]
     first, middle, drawn, last = forward.run(pieces)
@@ -152,7 +150,7 @@ def test_sliding_window_holds_across_chunks() -> None:
     tokens = [(11 * at + 5) % 90 for at in range(40)]
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
-    forward, slot = Forward(model), KVSlot(None, capacity=64)
+    forward, slot = Forward(model), KVSlot.alone(64)
     actual: list[torch.Tensor] = []
     for first, last in ((0, 13), (13, 14), (14, 33), (33, 40)):
         forward.run([Chunk(slot, tokens[first:last], first, None, collect_rows(actual))])

@@ -34,7 +34,7 @@ def test_long_prompt_is_scored_in_parts() -> None:
     def read(first: int, logits: torch.Tensor) -> None:
         actual.append((first, logits))
 
-    (last,) = forward.run([Chunk(KVSlot(None, capacity=320), tokens, 0, None, read)])
+    (last,) = forward.run([Chunk(KVSlot.alone(320), tokens, 0, None, read)])
     assert rows == [SCORED_ROWS, SCORED_ROWS, 300 - 2 * SCORED_ROWS, 1] and len(bodies) == 1
     assert [first for first, _ in actual] == [0, SCORED_ROWS, 2 * SCORED_ROWS]
     assert torch.allclose(torch.cat([logits for _, logits in actual]), expected, atol=1e-4)
@@ -81,7 +81,7 @@ def test_failing_body_restores_the_model() -> None:
         raise RuntimeError("unreadable")
 
     with pytest.raises(RuntimeError, match="unreadable"):
-        forward.run([Chunk(KVSlot(None, capacity=64), [1, 2, 3], 0, None, read)])
+        forward.run([Chunk(KVSlot.alone(64), [1, 2, 3], 0, None, read)])
     assert "forward" not in vars(model.model)
 
 

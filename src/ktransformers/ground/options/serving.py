@@ -55,8 +55,8 @@ class ServingOptions:
     chunked_prefill_size: int | None = option(
         None,
         "--chunked-prefill-size",
-        "prompt tokens in one step, at most; -1: no limit; default: on a CPU as many as the plan has memory for, up to "
-        "4096; on a GPU 512",
+        "prompt tokens in one step, at most; -1: no limit; default: as many as the plan has memory for, up to 4096 on "
+        "a CPU and 8192 on a GPU",
         keys="chunk_size",
     )
     context_length: int | None = option(

@@ -143,6 +143,10 @@ class GpuExecutor:
             self._buffers[name, rows, columns] = buffer
         return buffer[:count]
 
+    def decoded_buffer(self, name: str, count: int, rows: int, columns: int) -> Tensor:
+        """For decoded matrices of `count` experts, which all layers share."""
+        return self._buffer(name, count, rows, columns, count)
+
     def _decoded(self, layer: LayerOnDevice, group: SlotGroup, slots: Sequence[int], experts: Tensor) -> Decoded:
         geometry, count = layer.geometry, len(group.experts)
         per_group = self._experts_per_group(geometry)

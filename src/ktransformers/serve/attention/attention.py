@@ -1,16 +1,16 @@
-"""Attention over KV cache slots, registered as an attention function of stock transformers.
+"""Attention over the blocks of the KV cache, registered as an attention function of stock transformers.
 
 The engine calls a model with one row `[1, T]` of tokens, the chunks of many sequences one after the other.
-`attend_to_slots(spans)` tells which rows belong to which slot and position: keys and values of a span are written into
-its slot, and its queries attend to that slot only. There is no padding, prompt chunks and new tokens share a batch, and
-the attention of a sequence is the same bit for bit in every batch. Models are called with `use_cache=False`, because
-their own cache knows nothing of slots.
+`attend_to_slots(step)` tells which rows belong to which slot and position: keys and values of a span are written into
+the blocks of its slot, and its queries attend to that slot only. There is no padding, prompt chunks and new tokens
+share a batch, and the attention of a sequence is the same bit for bit in every batch. Models are called with
+`use_cache=False`, because their own cache knows nothing of slots.
 
-On the CPU the native core decodes: one call for the new tokens of all sequences, because waking torch's threads for
-each sequence takes longer than its attention. Slots of multi-head latent attention hold latents (`latent.py`). Prompt
-chunks, and models with score caps, use torch. Rows for which an indexer has selected keys attend to these
-alone (`selection.py`). A step that replays a CUDA graph uses another function, which finds slots by their addresses
-(`graphs/decode_attention.py`).
+A layer's attention is one call for all sequences of the step: on a GPU of Triton kernels for any mixture of prompt
+chunks and new tokens (`graphs/paged_attention.py`), on the CPU of the native core for new tokens. What the kernels read
+of the step, its positions and block tables, is made once and shared by all layers (`BatchStep`). Slots of multi-head
+latent attention hold latents (`latent.py`). Prompt chunks on the CPU, those of latents, and rows for which an indexer
+has selected keys (`selection.py`) use torch, chunk by chunk.
 
 query `[1, heads, T, d]`, key `[1, kv_heads, T, d]`, value `[1, kv_heads, T, dv]` -> `[1, T, heads, dv]`.
 """
@@ -22,7 +22,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,9 +34,11 @@ from ktransformers.ground.pool import default_pool
 from ktransformers.serve.attention.latent import LATENT_ATTRIBUTE, LatentProjection
 from ktransformers.serve.attention.query_scales import SCALED_ATTRIBUTE, scale_queries
 from ktransformers.serve.attention.selection import SelectedRows, Selection, attend_selected, attend_selected_latents
+from ktransformers.serve.attention.spec import AttentionSpec
+from ktransformers.serve.attention.step import BatchStep, Span, current_step, use_step
 from ktransformers.serve.attention.windows import CHUNK_ATTRIBUTE, WINDOW_ATTRIBUTE
-from ktransformers.serve.cache.kv_cache import KVSlot
-from ktransformers.serve.scheduler.lora import LinearLora, LoadedAdapter
+from ktransformers.serve.graphs import paged_attention
+from ktransformers.serve.scheduler.lora import LinearLora
 
 ATTENTION_NAME = "kt_slots"
 CORE_DTYPES = (torch.bfloat16, torch.float32)  # of keys and values that the core supports
@@ -56,54 +57,12 @@ IGNORED_ARGUMENTS |= {
 }
 
 
-@dataclass(frozen=True)
-class Span:
-    """Rows first .. last - 1 of the batch are consecutive tokens of the sequence in `slot`."""
-
-    slot: KVSlot
-    first: int
-    last: int
-    position: int  # of row `first` in its sequence
-    adapter: LoadedAdapter | None = None
-
-    @property
-    def rows(self) -> int:
-        return self.last - self.first
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """The attention of one layer."""
-
-    layer: int
-    scale: float
-    window: int | None  # keys that a query attends to, its own included; None: all before it
-    softcap: float | None
-    sinks: Tensor | None  # [heads]
-    latent: LatentProjection | None = None  # slots hold latents
-    selection: Selection | None = None  # keys that an indexer has selected
-    chunk: int | None = None  # a query attends to keys of its own chunk; chunks begin at multiples of their size
-
-    def first_key(self, position: int) -> int:
-        """That a query at `position` attends to."""
-        if self.chunk is not None:
-            return position // self.chunk * self.chunk
-        return 0 if self.window is None else max(0, position + 1 - self.window)
-
-
-def current_spec(module: nn.Module, spec: AttentionSpec) -> AttentionSpec:
-    """A specification that was taken from an earlier call, with the window and chunk that the module has now: the check
-    at start shortens them for a while (`reduce_windows`)."""
-    window, chunk = getattr(module, WINDOW_ATTRIBUTE, spec.window), getattr(module, CHUNK_ATTRIBUTE, spec.chunk)
-    return spec if (window, chunk) == (spec.window, spec.chunk) else replace(spec, window=window, chunk=chunk)
-
-
 AttentionFn = Callable[
     [AttentionSpec, Tensor, Tensor, Tensor], Tensor
 ]  # [heads, T, d], [kv, T, d], [kv, T, dv] -> [T, heads, dv]
-CorePlace = tuple[Any, ...]  # row, first and last + 1 of its keys, keys, values; of FP8 the scales of both
+# Keys and values, and of FP8 their scales.
+Cache = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
 _attention_fn: ContextVar[AttentionFn | None] = ContextVar("kt_attention_fn", default=None)
-_spans: ContextVar[Sequence[Span] | None] = ContextVar("kt_spans", default=None)
 
 
 class NoMask:
@@ -135,19 +94,10 @@ def current_attention() -> AttentionFn | None:
 
 
 @contextmanager
-def attend_to_slots(spans: Sequence[Span]) -> Iterator[None]:
-    """While the model is called, rows attend to the slots of these spans, which cover the batch."""
-    token = _spans.set(spans)
-    try:
-        with use_attention(functools.partial(_attend_spans, spans)):
-            yield
-    finally:
-        _spans.reset(token)
-
-
-def current_spans() -> Sequence[Span] | None:
-    """The spans of the batch, for indexers, which are called before their attention function."""
-    return _spans.get()
+def attend_to_slots(step: BatchStep) -> Iterator[None]:
+    """While the model is called, rows attend to the slots of this step, which covers the batch."""
+    with use_step(step), use_attention(functools.partial(_attend_step, step)):
+        yield
 
 
 def attention_forward(
@@ -186,16 +136,20 @@ def attention_forward(
     return attention(spec, query[0], key[0], value[0])[None], None
 
 
-def _attend_spans(spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    selecting: list[Span] = []
-    if spec.selection is not None:
-        selecting = [span for span in spans if span.first in spec.selection.of_rows]
-        spans = [span for span in spans if span.first not in spec.selection.of_rows]
-    if spec.latent is not None:
-        out = _attend_latents(spec.latent, spans, spec, query, key)
+def _attend_step(step: BatchStep, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    chosen = () if spec.selection is None else spec.selection.of_rows
+    if chosen:
+        selecting = [span for span in step.spans if span.first in chosen]
+        step = BatchStep([span for span in step.spans if span.first not in chosen])
+    if not step.spans:
+        assert spec.selection is not None
+        size = value.shape[2] if spec.latent is None else spec.latent.value
+        out = query.new_empty(query.shape[1], query.shape[0], size)
+    elif spec.latent is not None:
+        out = _attend_latents(spec.latent, step, spec, query, key)
     else:
-        out = _attend_keys(spans, spec, query, key, value)
-    if selecting:
+        out = _attend_keys(step, spec, query, key, value)
+    if chosen:
         _attend_selecting(selecting, spec, query, key, value, out)
     return out
 
@@ -227,7 +181,7 @@ def _selected_rows(
     for part, new in parts.items():
         slot.store(part, spec.layer, span.position, new[:, rows])
     position, end = span.position, span.position + span.rows
-    if slot.fp8 and span.rows == 1:
+    if slot.memory.fp8 and span.rows == 1:
         held = [slot.select(part, spec.layer, chosen[0], new.dtype) for part, new in parts.items()]
         position, chosen = chosen.shape[1] - 1, torch.arange(chosen.shape[1], device=chosen.device)[None]
     else:
@@ -235,15 +189,23 @@ def _selected_rows(
     return SelectedRows(span.first, position, held[0], held[1] if len(held) > 1 else None, chosen, lora)
 
 
-def _attend_keys(spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _attend_keys(step: BatchStep, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    memory = step.memory
+    if query.is_cuda and not memory.rounded and paged_attention.has_kernels():
+        held = memory.of_layer(spec.layer, key, value)
+        return paged_attention.attend(step.on_device(query.device), held, spec, query, key, value)
     out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
-    native = _core_decodes(query, value, spec.softcap) and not any(span.slot.rounded for span in spans)
+    native = _core_decodes(query, value, spec.softcap) and not memory.rounded
+    if native and step.decoding:
+        cache = by_blocks(memory.of_layer(spec.layer, key, value))
+        limits = {"window": spec.window or 0, "chunk": spec.chunk or 0}
+        default_pool().attend(
+            query, key, value, out, cache, step.sequences, scale=spec.scale, sinks=spec.core_sinks, **limits
+        )
+    spans: Sequence[Span] = [span for span in step.spans if span.rows > 1] if native else step.spans
     if spec.chunk is not None:
         spans = [piece for span in spans for piece in _cut_at_chunks(span, spec.chunk)]
-    decoding = [span for span in spans if native and span.rows == 1]
-    if decoding:
-        _decode_in_core(spec, decoding, query, key, value, out)
-    for span in (span for span in spans if not native or span.rows > 1):
+    for span in spans:
         rows = slice(span.first, span.last)
         start = spec.first_key(span.position)
         keys = span.slot.write("keys", spec.layer, span.position, key[:, rows], start)
@@ -254,45 +216,52 @@ def _attend_keys(spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key:
 
 
 def _attend_latents(
-    latent: LatentProjection, spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key: Tensor
+    latent: LatentProjection, step: BatchStep, spec: AttentionSpec, query: Tensor, key: Tensor
 ) -> Tensor:
     """query `[heads, T, nope + rope]`, key `[1, T, rank + rope]` -> `[T, heads, value]`."""
     out = query.new_empty(query.shape[1], latent.heads, latent.value)
-    loras = [None if span.adapter is None else span.adapter.linears.get(latent.linear) for span in spans]
-    decoding = [(span, lora) for span, lora in zip(spans, loras, strict=True) if span.rows == 1]
-    if decoding:
-        rows = torch.tensor([span.first for span, _ in decoding], device=query.device)
-        of_rows = [(slice(row, row + 1), lora) for row, (_, lora) in enumerate(decoding) if lora is not None]
+    loras = {
+        span.first: lora
+        for span in step.spans
+        if span.adapter is not None and (lora := span.adapter.linears.get(latent.linear)) is not None
+    }
+    if step.decoding:
+        rows = torch.tensor([span.first for span in step.decoding], device=query.device)
+        of_rows = [
+            (slice(row, row + 1), loras[span.first]) for row, span in enumerate(step.decoding) if span.first in loras
+        ]
         absorbed = latent.absorb(query[:, rows], of_rows)
-        sums = _decode_latents(latent, [span for span, _ in decoding], spec, absorbed, key[:, rows])
+        sums = _decode_latents(latent, step.alone, spec, absorbed, key[:, rows])
         out[rows] = latent.values_of(sums, of_rows).transpose(0, 1)
-    for span, lora in zip(spans, loras, strict=True):
+    for span in step.spans:
         if span.rows > 1:
             rows_of_span = slice(span.first, span.last)
             keys = span.slot.write("keys", spec.layer, span.position, key[:, rows_of_span])
+            lora = loras.get(span.first)
             out[rows_of_span] = _attend_chunk(latent, span, spec, query[:, rows_of_span], keys, lora).transpose(0, 1)
     return out
 
 
 def _decode_latents(
-    latent: LatentProjection, spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key: Tensor
+    latent: LatentProjection, step: BatchStep, spec: AttentionSpec, query: Tensor, key: Tensor
 ) -> Tensor:
-    """New tokens: queries `[heads, n, rank + rope]` over latents -> weighted sums of latents `[heads, n, rank]`."""
-    native = _core_decodes(query, key[..., : latent.rank], None)
-    if not native or any(span.slot.rounded for span in spans):
+    """One new token of each sequence: queries `[heads, n, rank + rope]` over latents -> weighted sums of latents
+    `[heads, n, rank]`."""
+    memory, value = step.memory, key[..., : latent.rank]
+    if query.is_cuda and not memory.rounded and spec.sinks is None and paged_attention.has_kernels():
+        held = memory.of_layer(spec.layer, key)
+        return paged_attention.attend_latents(step.on_device(query.device), held, spec, query, key).transpose(0, 1)
+    if not _core_decodes(query, value, None) or memory.rounded:
         sums = []
-        for row, span in enumerate(spans):
+        for row, span in enumerate(step.spans):
             rows = slice(row, row + 1)
             keys = span.slot.write("keys", spec.layer, span.position, key[:, rows])
             latents = keys[..., : latent.rank]
             sums.append(_attend_in_torch(spec, query[:, rows], keys, latents, span.position, None, spec.sinks))
         return torch.cat(sums, dim=1)
-    places: list[CorePlace] = []
-    for row, span in enumerate(spans):
-        keys, *scales = core_buffers(span.slot, "keys", spec.layer, key)
-        places.append((row, 0, span.position + 1, keys, keys[..., : latent.rank], *scales, *scales))
-    out = query.new_empty(len(spans), latent.heads, latent.rank)
-    default_pool().attend(query, key, key[..., : latent.rank], out, places, spec.scale, core_sinks(spec))
+    cache = by_blocks(memory.of_layer(spec.layer, key), latent.rank)
+    out = query.new_empty(query.shape[1], latent.heads, latent.rank)
+    default_pool().attend(query, key, value, out, cache, step.sequences, scale=spec.scale, sinks=spec.core_sinks)
     return out.transpose(0, 1)
 
 
@@ -351,26 +320,12 @@ def _core_decodes(query: Tensor, value: Tensor, softcap: float | None) -> bool:
     return fits and query.device.type == "cpu" and query.dtype in CORE_DTYPES and not softcap
 
 
-def _decode_in_core(
-    spec: AttentionSpec, spans: Sequence[Span], query: Tensor, key: Tensor, value: Tensor, out: Tensor
-) -> None:
-    rows: list[CorePlace] = []
-    for span in spans:
-        start, end = spec.first_key(span.position), span.position + 1
-        keys, *key_scales = core_buffers(span.slot, "keys", spec.layer, key)
-        values, *value_scales = core_buffers(span.slot, "values", spec.layer, value)
-        rows.append((span.first, start, end, keys, values, *key_scales, *value_scales))
-    default_pool().attend(query, key, value, out, rows, spec.scale, core_sinks(spec))
-
-
-def core_sinks(spec: AttentionSpec) -> Tensor | None:
-    return None if spec.sinks is None else spec.sinks.detach().float().contiguous()
-
-
-def core_buffers(slot: KVSlot, part: str, layer: int, like: Tensor) -> list[Tensor]:
-    """The whole buffer as the core takes it; of FP8, bytes and the scales."""
-    buffer = slot.buffer(part, layer, like)
-    return [buffer.view(torch.uint8), slot.scales(part, layer, like)] if slot.has_codes(part) else [buffer]
+def by_blocks(cache: Sequence[Tensor], rank: int | None = None) -> Cache:
+    """The tensors of a layer, `[blocks, heads, BLOCK_TOKENS, d]`, as the core takes them; of latents, whose values are
+    the first `rank` numbers of the keys."""
+    keys, values, *scales = (tensor.transpose(0, 1) for tensor in cache)
+    values = values if rank is None else values[..., :rank]
+    return (keys, values, scales[0], scales[1]) if scales else (keys, values)
 
 
 def _cut_at_chunks(span: Span, chunk: int) -> Iterator[Span]:
@@ -384,9 +339,9 @@ def _cut_at_chunks(span: Span, chunk: int) -> Iterator[Span]:
 
 def _positions(device: torch.device) -> Tensor:
     """int64 `[T]`, of the tokens of the batch."""
-    spans = current_spans()
-    assert spans is not None
-    return torch.cat([torch.arange(span.position, span.position + span.rows, device=device) for span in spans])
+    step = current_step()
+    assert step is not None
+    return torch.cat([torch.arange(span.position, span.position + span.rows, device=device) for span in step.spans])
 
 
 def _layer_index(module: nn.Module) -> int:

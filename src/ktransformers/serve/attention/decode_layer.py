@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,17 +31,11 @@ from ktransformers.modeling.norm import norm_epsilon
 from ktransformers.modeling.substitute import Substitution, attempt, matches, random_numbers, unprobed
 from ktransformers.quantized.weight import CpuPacked, QuantizedWeight
 from ktransformers.quantized.widened import stored_weight
-from ktransformers.serve.attention.attention import (
-    AttentionSpec,
-    CorePlace,
-    Span,
-    core_buffers,
-    core_sinks,
-    current_spans,
-    current_spec,
-    use_attention,
-)
+from ktransformers.serve.attention.attention import Cache, by_blocks, use_attention
 from ktransformers.serve.attention.query_scales import SCALED_ATTRIBUTE
+from ktransformers.serve.attention.spec import AttentionSpec, current_spec
+from ktransformers.serve.attention.step import BatchStep, current_step
+from ktransformers.serve.cache.kv_cache import BLOCK_TOKENS, BlockMemory
 from ktransformers.serve.cache.recurrent_states import StatefulForward
 from ktransformers.serve.scheduler.lora import current_linear_lora, use_linear_lora
 
@@ -53,11 +48,10 @@ SMALLEST_PROBE = 1 / 128  # size of hidden states
 ROUTER_TRIALS = 4  # with other hidden states: two experts that are nearly equal may be chosen in another order
 
 
-def fits_core(spans: Sequence[Span]) -> bool:
-    """Whether the core may compute a batch of these spans: single new tokens, and not too many."""
-    if len(spans) > _core.linear_rows():
-        return False
-    return not any(span.rows != 1 or span.slot.rounded for span in spans)
+def fits_core(step: BatchStep) -> bool:
+    """Whether the core may compute a batch: single new tokens, and not too many."""
+    few = len(step.spans) <= _core.linear_rows()
+    return few and len(step.decoding) == len(step.spans) and not step.memory.rounded
 
 
 def _may_decode(module: Any) -> bool:
@@ -88,12 +82,13 @@ class CoreDecodeLayer:
         self._store: ExpertStore | None = None  # of experts that the core computes
         self.repeats_rotary = False  # cosines and sines are given for half of the numbers that are rotated
         self._like = torch.empty(0)  # [groups, 0, d], of keys and values
+        self._cached: tuple[BlockMemory, Cache] | None = None
         self._weights: list[tuple[dict[str, Any], str, Any]] = []  # parameters of modules, and those that the core has
         self._hooks = [hooks for part in _parts(module) for hooks in (part._forward_hooks, part._forward_pre_hooks)]
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        spans = self._fitting_spans(hidden_states, args, kwargs)
-        if spans is None:
+        step = self._fitting_step(hidden_states, args, kwargs)
+        if step is None:
             return self._stock(hidden_states, *args, **kwargs)
         if not self._compared and not any(self._hooks):  # they would be called with random numbers
             self._compared = True
@@ -106,7 +101,7 @@ class CoreDecodeLayer:
         else:
             cos, sin = kwargs["position_embeddings"]
             rotary = [repeated(one[0]) if self.repeats_rotary else one[0].contiguous() for one in (cos, sin)]
-            attended = self._attend(hidden_states[0], spans, *rotary)[None]
+            attended = self._attend(hidden_states[0], step, *rotary)[None]
         if self._store is None:
             return attended + _experts_output(self._module.mlp(self._module.post_attention_layernorm(attended)))
         return self._route(attended[0])[None]
@@ -116,17 +111,17 @@ class CoreDecodeLayer:
         """With the weights that the layer was compared with."""
         return self._spec is not None and self._store is not None and not self._changed()
 
-    def _fitting_spans(self, hidden: Tensor, args: Any, kwargs: dict[str, Any]) -> Sequence[Span] | None:
-        """Of a batch of single new tokens without LoRA."""
-        spans = current_spans()
-        if spans is None or args or hidden.dim() != 3 or len(spans) != hidden.shape[1] or hidden.shape[0] != 1:
+    def _fitting_step(self, hidden: Tensor, args: Any, kwargs: dict[str, Any]) -> BatchStep | None:
+        """That of a batch of single new tokens without LoRA."""
+        step = current_step()
+        if step is None or args or hidden.dim() != 3 or len(step.spans) != hidden.shape[1] or hidden.shape[0] != 1:
             return None
-        if torch.is_grad_enabled() or kwargs.get("past_key_values") is not None or not fits_core(spans):
+        if torch.is_grad_enabled() or kwargs.get("past_key_values") is not None or not fits_core(step):
             return None
         embeddings: Any = kwargs.get("position_embeddings")
         if current_linear_lora() is not None or not isinstance(embeddings, tuple) or len(embeddings) != 2:
             return None
-        return spans if hidden.is_contiguous() else None
+        return step if hidden.is_contiguous() else None
 
     def _changed(self) -> bool:
         """Whether weights were replaced, hooks were added or the experts have LoRA since the layer was compared."""
@@ -140,23 +135,20 @@ class CoreDecodeLayer:
         experts: Any = self._module._modules["mlp"]._modules["experts"]  # several lookups by name take longer
         return experts.kt.store is not self._store or _needs_stock(experts)
 
-    def places(self, spans: Sequence[Span]) -> list[CorePlace]:
-        """The caches of new tokens of these spans."""
+    def cache(self, memory: BlockMemory) -> tuple[Cache, int]:
+        """The keys and values of the layer, and the window of its queries; 0: they attend to all keys."""
         assert self._spec is not None
         spec = self._spec = current_spec(self._module.self_attn, self._spec)
-        places: list[CorePlace] = []
-        for row, span in enumerate(spans):
-            keys, *key_scales = core_buffers(span.slot, "keys", spec.layer, self._like)
-            values, *value_scales = core_buffers(span.slot, "values", spec.layer, self._like)
-            start, end = spec.first_key(span.position), span.position + 1
-            places.append((row, start, end, keys, values, *key_scales, *value_scales))
-        return places
+        if self._cached is None or self._cached[0] is not memory:
+            self._cached = memory, by_blocks(memory.of_layer(spec.layer, self._like, self._like))
+        return self._cached[1], spec.window or 0
 
-    def _attend(self, rows: Tensor, spans: Sequence[Span], cos: Tensor, sin: Tensor) -> Tensor:
+    def _attend(self, rows: Tensor, step: BatchStep, cos: Tensor, sin: Tensor) -> Tensor:
         """x + attention(norm(x))."""
         assert self._core is not None
         out = torch.empty_like(rows)
-        self._core.attend(rows, out, cos, sin, self.places(spans))
+        cache, window = self.cache(step.memory)
+        self._core.attend(rows, out, cos, sin, cache, step.sequences, window)
         return out
 
     def _route(self, rows: Tensor) -> Tensor:
@@ -198,17 +190,18 @@ class CoreDecodeLayer:
 
 
 def compute_layers(
-    layers: Sequence[CoreDecodeLayer], rows: Tensor, spans: Sequence[Span], cos: Tensor, sin: Tensor
+    layers: Sequence[CoreDecodeLayer], rows: Tensor, step: BatchStep, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Layers that follow each other, for rows `[T, H]`, new tokens of these spans; cos and sin `[T, r]`, repeated where
+    """Layers that follow each other, for rows `[T, H]`, new tokens of this step; cos and sin `[T, r]`, repeated where
     the layers repeat them. Each `computes_whole_layer`."""
     out, cores, w8a8 = torch.empty_like(rows), [], []
     for layer in layers:
         assert layer._core is not None and layer._store is not None
         cores.append(layer._core)
         w8a8.append(layer._store.w8a8)
-    places = [layer.places(spans) for layer in layers]
-    _core.decode_layers(cores, rows, out, cos, sin, places, w8a8, weights_are_rounded())
+    held = [layer.cache(step.memory) for layer in layers]
+    caches, windows = [cache for cache, _ in held], [window for _, window in held]
+    _core.decode_layers(cores, rows, out, cos, sin, caches, windows, step.sequences, w8a8, weights_are_rounded())
     return out
 
 
@@ -322,7 +315,7 @@ class Probe:
             [epsilon or 0.0 for epsilon in epsilons],
             weights,
             [_bias(getattr(attention, name)) for name in PROJECTIONS],
-            core_sinks(spec),
+            spec.core_sinks,
             attention.head_dim,
             spec.scale,
         )
@@ -330,15 +323,21 @@ class Probe:
         expected, out = self._stock_attention(module, hidden), torch.empty_like(hidden)
         for repeats in (False, True) if 2 * self._cos.shape[1] <= attention.head_dim else (False,):
             cos, sin = (repeated(one) if repeats else one for one in (self._cos, self._sin))
-            places = [
-                (row, 0, PROBE_KEYS[row], keys.clone(), values.clone())
-                for row, (keys, values) in enumerate(self._caches)
-            ]
-            core.attend(hidden[0], out[0], cos, sin, places)
+            core.attend(hidden[0], out[0], cos, sin, *self._in_blocks())
             if matches(_difference(out, hidden), expected):
                 self.repeats_rotary = repeats
                 return spec
         return None
+
+    def _in_blocks(self) -> tuple[tuple[Tensor, Tensor], _core.StepSequences]:
+        """The caches of the rows as the core takes them, a block for each."""
+        rows = len(self._caches)
+        cache = [one.new_zeros(rows, one.shape[0], BLOCK_TOKENS, one.shape[2]) for one in self._caches[0]]
+        for row, held in enumerate(self._caches):
+            for blocks, one in zip(cache, held, strict=True):
+                blocks[row, :, : one.shape[1]] = one
+        numbers, last = np.arange(rows, dtype=np.int32), np.array(PROBE_KEYS, np.int32) - 1
+        return (cache[0], cache[1]), _core.StepSequences(numbers, last, numbers[:, None].copy())
 
     def bind_experts(self, module: Any, core: _core.DecodeLayer) -> ExpertStore | None:
         """None: the core would compute something else, or a score of nearly one hides whether scores are normalised."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers.modeling.substitute import attempt, matches
-from ktransformers.serve.attention.attention import Span
 from ktransformers.serve.attention.decode_layer import CoreDecodeLayer, compute_layers, fits_core, repeated
+from ktransformers.serve.attention.step import BatchStep
 
 PARTS = ("embed_tokens", "rotary_emb", "norm")  # of the body of a model
 ROTARY_BLOCK = 64  # positions whose cosines and sines are computed together
@@ -73,22 +73,22 @@ class DecodeStack:
         self._matches = False
 
     def logits(
-        self, tokens: Sequence[int], positions: Sequence[int], spans: Sequence[Span], stock: Callable[[], Tensor]
+        self, tokens: Sequence[int], positions: Sequence[int], step: BatchStep, stock: Callable[[], Tensor]
     ) -> Tensor:
         """`[T, V]` of new tokens; `stock` computes it by the model's own code."""
-        if not self._compared and self._find_layers() and self._fits(spans):
-            return self._compare(tokens, positions, spans, stock)
-        return self._compute(tokens, positions, spans) if self._matches and self._fits(spans) else stock()
+        if not self._compared and self._find_layers() and self._fits(step):
+            return self._compare(tokens, positions, step, stock)
+        return self._compute(tokens, positions, step) if self._matches and self._fits(step) else stock()
 
     def _compare(
-        self, tokens: Sequence[int], positions: Sequence[int], spans: Sequence[Span], stock: Callable[[], Tensor]
+        self, tokens: Sequence[int], positions: Sequence[int], step: BatchStep, stock: Callable[[], Tensor]
     ) -> Tensor:
         """The stock logits of the first batch that fits. Ours are computed before them: the model then writes its own
         keys and values."""
         self._compared = True
         repeats = {layer.repeats_rotary for layer in self._layers}
         self._rotary.repeats = repeats.pop()
-        ours = None if repeats else attempt(lambda: self._compute(tokens, positions, spans))
+        ours = None if repeats else attempt(lambda: self._compute(tokens, positions, step))
         expected = stock()
         self._matches = ours is not None and matches(ours, expected)
         return expected
@@ -98,18 +98,18 @@ class DecodeStack:
         self._layers = [layer.forward for layer in layers if isinstance(layer.forward, CoreDecodeLayer)]
         return bool(self._layers) and len(self._layers) == len(layers)
 
-    def _fits(self, spans: Sequence[Span]) -> bool:
-        if any(span.adapter is not None for span in spans) or not fits_core(spans):
+    def _fits(self, step: BatchStep) -> bool:
+        if any(span.adapter is not None for span in step.spans) or not fits_core(step):
             return False
         models = (self._model, self._body)
         if any(model._forward_hooks or model._forward_pre_hooks for model in models):
             return False
         return all(layer.computes_whole_layer for layer in self._layers)
 
-    def _compute(self, tokens: Sequence[int], positions: Sequence[int], spans: Sequence[Span]) -> Tensor:
+    def _compute(self, tokens: Sequence[int], positions: Sequence[int], step: BatchStep) -> Tensor:
         with torch.inference_mode():
             hidden = self._body.embed_tokens(torch.tensor([tokens], device="cpu"))
             cos, sin = self._rotary.at(positions, hidden)
-            rows = compute_layers(self._layers, hidden[0].contiguous(), spans, cos, sin)
+            rows = compute_layers(self._layers, hidden[0].contiguous(), step, cos, sin)
             logits: Tensor = self._head(self._body.norm(rows[None]))[0]
             return logits

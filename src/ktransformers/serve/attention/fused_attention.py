@@ -5,8 +5,8 @@ A module is recognised by what it computes. It has `q_proj`, `k_proj`, `v_proj`,
 norms of each head, `q_norm` and `k_norm`. Before its first batch its own `forward` is called with random hidden states
 and random cosines and sines, and with an attention function that records what it is given and returns random numbers.
 The module is fused if queries, keys and values are ours, and if its output is `o_proj` of what the attention function
-returned; the specification of the attention is taken from that call. Otherwise, with gradients, and for more than
-`MAX_ROWS` rows, the module's own `forward` runs.
+returned; the specification of the attention is taken from that call. Otherwise, and with gradients, the module's
+own `forward` runs.
 
 Weights of the three projections become views of one tensor, so there is one copy of them. Where the rows of a batch
 have LoRA, the three modules are called, because their hooks add it.
@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from ktransformers.ground.packages import import_triton_module
 from ktransformers.modeling.norm import epsilon_of
 from ktransformers.modeling.substitute import Substitution, attempt, matches, random_numbers, unprobed
-from ktransformers.serve.attention.attention import AttentionSpec, current_attention, current_spec, use_attention
+from ktransformers.serve.attention.attention import current_attention, use_attention
 from ktransformers.serve.attention.query_scales import SCALED_ATTRIBUTE
+from ktransformers.serve.attention.spec import AttentionSpec, current_spec
 from ktransformers.serve.scheduler.lora import current_linear_lora, use_linear_lora
 
 TRITON = "ktransformers.modeling.rotary_triton"
-MAX_ROWS = 64
 PROBE_ROWS = 3
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -79,7 +79,7 @@ class FusedAttention:
         return self._module.o_proj(out.reshape(1, rows.shape[0], -1)), None
 
     def _fits(self, hidden: Tensor, args: Any, kwargs: dict[str, Any], embeddings: Any) -> bool:
-        if args or hidden.dim() != 3 or hidden.shape[0] != 1 or not 0 < hidden.shape[1] <= MAX_ROWS:
+        if args or hidden.dim() != 3 or hidden.shape[0] != 1 or not hidden.shape[1]:
             return False
         if torch.is_grad_enabled() or kwargs.get("past_key_values") is not None or current_attention() is None:
             return False

@@ -33,8 +33,9 @@ from torch import Tensor, nn
 
 from ktransformers.ground.errors import KTError
 from ktransformers.modeling.substitute import Restore, Substitution, unprobed
-from ktransformers.serve.attention.attention import NO_MASK, Span, current_spans
+from ktransformers.serve.attention.attention import NO_MASK
 from ktransformers.serve.attention.selection import Selection
+from ktransformers.serve.attention.step import Span, current_step
 from ktransformers.serve.cache.kv_cache import KVSlot
 
 INDEX_LAYER_TYPE = "indexed_attention"
@@ -178,9 +179,10 @@ class SlotIndexer:
             if compared is not None:
                 compared.record(layer, stock)
             return stock
-        spans = current_spans()
-        if spans is None:
+        step = current_step()
+        if step is None:
             raise KTError("the model was called directly while it is served; submit requests to its engine")
+        spans = step.spans
         if compared is not None:
             compared.layer = layer
         arguments = dict(self.signature.bind(*args, **kwargs).arguments)

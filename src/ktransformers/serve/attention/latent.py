@@ -10,7 +10,7 @@ to latents, and its result is multiplied with the values' part. That reads the f
 keys and values of all cached tokens are computed first, some heads at a time. A chunk takes the way with fewer
 operations. Absorbed products of few rows read the packed weight of a quantized `kv_b_proj`, on a CPU and on a GPU.
 Modules are recognised by `expand_kv` and the sizes that it uses; the families are compared with the stock model when a
-server starts (`forward.py`). Captured decode steps on a GPU absorb as well (`graphs/decode_attention.py`)."""
+server starts (`forward.py`). Captured decode steps on a GPU absorb as well (`graphs/paged_attention.py`)."""
 
 from __future__ import annotations
 

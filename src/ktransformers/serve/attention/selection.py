@@ -16,12 +16,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
+from ktransformers import _core
 from ktransformers.ground.pool import default_pool
 from ktransformers.serve.attention.latent import LatentProjection
+from ktransformers.serve.cache.kv_cache import BLOCK_TOKENS
 from ktransformers.serve.scheduler.lora import LinearLora
 
 MAX_GATHERED = 1 << 24  # numbers of keys that are gathered at a time
@@ -93,21 +96,34 @@ def attend_gathered(
 
 
 def _attend_in_core(query: Tensor, spans: Sequence[SelectedRows], scale: float, value_size: int) -> Tensor:
-    """Every row attends to its own copy of the keys that it has selected. The core stores the new key of a row behind
-    the others: the last of the copies, which is there already."""
-    places: list[tuple[int, int, int, Tensor, Tensor]] = []
-    for span in spans:
-        for selected in span.selected:
-            keys = span.keys.index_select(1, selected)
-            values = keys[..., :value_size] if span.values is None else span.values.index_select(1, selected)
-            places.append((len(places), 0, len(selected), keys, values))
-    last_keys = torch.stack([keys[:, -1] for _, _, _, keys, _ in places], dim=1)
-    last_values = torch.stack([values[:, -1] for _, _, _, _, values in places], dim=1)
-    if spans[0].values is None:
-        last_values = last_keys[..., :value_size]
-    out = query.new_empty(len(places), query.shape[0], value_size)
-    default_pool().attend(query, last_keys, last_values, out, places, scale)
+    """Every row attends to its own copy of the keys that it has selected, in blocks of its own. The core stores the new
+    key of a row behind the others: the last of the copies, which is there already."""
+    counts = [span.selected.shape[1] for span in spans for _ in span.selected]
+    blocks = [-(-count // BLOCK_TOKENS) for count in counts]
+    table = np.zeros((len(counts), max(blocks)), np.int32)
+    for line, first, count in zip(table, np.cumsum([0, *blocks[:-1]]), blocks, strict=True):
+        line[:count] = np.arange(first, first + count)
+    sequences = _core.StepSequences(np.arange(len(counts), dtype=np.int32), np.array(counts, np.int32) - 1, table)
+    chosen = [(span, row) for span in spans for row in span.selected]
+    keys = _in_blocks([span.keys.index_select(1, row) for span, row in chosen])
+    cache = keys, keys[..., :value_size]
+    if spans[0].values is not None:
+        cache = keys, _in_blocks([_values_of(span).index_select(1, row) for span, row in chosen])
+    last = [(table[row, count // BLOCK_TOKENS], count % BLOCK_TOKENS) for row, count in enumerate(np.array(counts) - 1)]
+    last_keys, last_values = (torch.stack([held[at] for at in _places(last)], dim=1) for held in cache)
+    out = query.new_empty(len(counts), query.shape[0], value_size)
+    default_pool().attend(query, last_keys, last_values, out, cache, sequences, scale=scale)
     return out.transpose(0, 1)
+
+
+def _places(last: Sequence[tuple[int, int]]) -> list[tuple[int, slice, int]]:
+    return [(int(block), slice(None), int(offset)) for block, offset in last]
+
+
+def _in_blocks(rows: Sequence[Tensor]) -> Tensor:
+    """`[kv_heads, k, d]` of each row, in blocks `[blocks, kv_heads, BLOCK_TOKENS, d]`."""
+    padded = [pad(one, (0, 0, 0, -one.shape[1] % BLOCK_TOKENS)) for one in rows]
+    return torch.cat([one.view(len(one), -1, BLOCK_TOKENS, one.shape[2]).transpose(0, 1) for one in padded])
 
 
 def _values_of(span: SelectedRows) -> Tensor:

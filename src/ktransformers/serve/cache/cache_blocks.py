@@ -1,9 +1,7 @@
 """Blocks of cached tokens: what the lower tiers of the KV cache store, and the hashes that name them.
 
-A block is BLOCK_TOKENS tokens of every part of every layer of a slot, as one flat run of bytes; `BlockLayout` says
-where each part lies in it. Attention never reads blocks: it reads contiguous slots (`kv_cache.py`), so a block is
-copied into a slot when a prompt begins with it. That keeps one form for every attention kernel and for captured graphs,
-and one copy of a block serves all sequences.
+A block of the cache (`kv_cache.py`) has BLOCK_TOKENS tokens of every part of every layer. In a lower tier it is one
+flat run of bytes, and `BlockLayout` says where each part lies in it.
 
 Blocks are named by a hash chain: `hash(name of the block before, its token ids)`. The chain begins at a root, the hash
 of everything else that keys and values depend on: the model, the adapter's content, dtype, shapes and the format's
@@ -27,10 +25,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ktransformers.serve.cache.kv_cache import CAPACITY_BLOCK, KVSlot
+from ktransformers.serve.cache.kv_cache import BLOCK_TOKENS, BlockMemory
 from ktransformers.serve.cache.snapshots import States
 
-BLOCK_TOKENS = CAPACITY_BLOCK
 BLOCK_FORMAT = 1  # of the bytes of a block and of its name
 HASH_BYTES = 20
 ALIGNMENT = 64  # bytes, of each part in a block
@@ -53,6 +50,11 @@ class PartPlace:
     @property
     def bytes(self) -> int:
         return self.heads * BLOCK_TOKENS * self.size * self.dtype.itemsize
+
+    @property
+    def like(self) -> Tensor:
+        """As `BlockMemory.part` takes it."""
+        return torch.empty(self.heads, 0, self.size, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -78,20 +80,20 @@ class BlockLayout:
     states: tuple[StatePlace, ...] = ()
 
     @classmethod
-    def of_slot(cls, slot: KVSlot) -> BlockLayout | None:
-        """That of a slot that has been computed; None: it holds nothing per token."""
+    def of_memory(cls, memory: BlockMemory, states: States) -> BlockLayout | None:
+        """That of a memory in which a sequence was computed, and of its states; None: it holds nothing per token."""
         parts = [
             (str(tensor.device), layer, part, tensor)
-            for part, buffers in slot.parts.items()
-            for layer, tensor in buffers.items()
+            for part, tensors in memory.parts.items()
+            for layer, tensor in tensors.items()
         ]
         places, offset = [], 0
         for _, layer, part, tensor in sorted(parts, key=lambda entry: entry[:3]):
-            heads, _, size = tensor.shape
+            heads, _, _, size = tensor.shape
             place = PartPlace(part, layer, heads, size, tensor.dtype, tensor.device, offset)
             places.append(place)
             offset += -(-place.bytes // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(places), offset, _state_places(slot.states)) if places else None
+        return cls(tuple(places), offset, _state_places(states)) if places else None
 
     @cached_property
     def state_pieces(self) -> int:
@@ -117,12 +119,12 @@ class BlockLayout:
         states = [f"{place.layer}:{place.name}:{place.shape}:{place.dtype}@{place.offset}" for place in self.states]
         return " ".join([*parts, *states])
 
-    def matches(self, slot: KVSlot) -> bool:
-        """Whether the slot holds exactly these parts."""
-        held = {(part, layer): tensor for part, buffers in slot.parts.items() for layer, tensor in buffers.items()}
+    def matches(self, memory: BlockMemory) -> bool:
+        """Whether it holds exactly these parts."""
+        held = {(part, layer): tensor for part, tensors in memory.parts.items() for layer, tensor in tensors.items()}
         return len(held) == len(self.places) and all(
             (tensor := held.get((place.part, place.layer))) is not None
-            and (tensor.shape[0], tensor.shape[2], tensor.dtype) == (place.heads, place.size, place.dtype)
+            and (tensor.shape[0], tensor.shape[3], tensor.dtype) == (place.heads, place.size, place.dtype)
             for place in self.places
         )
 
@@ -187,20 +189,30 @@ def state_names(name: BlockHash, pieces: int) -> list[BlockHash]:
     ]
 
 
-def copy_from_slot(
-    slot: KVSlot, places: Iterator[PartPlace], first_block: int, blocks: Tensor, origin: int = 0
+def copy_from_memory(
+    memory: BlockMemory, places: Iterator[PartPlace], numbers: Sequence[int], blocks: Tensor, origin: int = 0
 ) -> None:
-    """Copy blocks `first_block` .. of the slot into uint8 `[n, bytes]`, whose byte 0 is byte `origin` of a block."""
+    """Copy the blocks with these numbers into uint8 `[n, bytes]`, whose byte 0 is byte `origin` of a block."""
     for place in places:
-        _in_blocks(place, blocks, origin).copy_(_in_slot(place, slot, first_block, blocks.shape[0]), non_blocking=True)
+        held = memory.parts[place.part][place.layer]
+        _in_blocks(place, blocks, origin).copy_(held[:, _index(numbers, held.device)], non_blocking=True)
 
 
-def copy_to_slot(slot: KVSlot, places: Iterator[PartPlace], first_block: int, blocks: Tensor, origin: int = 0) -> None:
-    """The inverse of `copy_from_slot`; buffers that the slot lacks are allocated."""
+def copy_to_memory(
+    memory: BlockMemory, places: Iterator[PartPlace], numbers: Sequence[int], blocks: Tensor, origin: int = 0
+) -> None:
+    """The inverse of `copy_from_memory`; parts that the memory lacks are allocated."""
     for place in places:
-        like = torch.empty(place.heads, 0, place.size, dtype=place.dtype, device=place.device)
-        slot.buffer(place.part, place.layer, like)
-        _in_slot(place, slot, first_block, blocks.shape[0]).copy_(_in_blocks(place, blocks, origin), non_blocking=True)
+        held = memory.part(place.part, place.layer, place.like)
+        held[:, _index(numbers, held.device)] = _in_blocks(place, blocks, origin)
+
+
+def _index(numbers: Sequence[int], device: torch.device) -> slice | Tensor:
+    """A slice where they follow each other, so that indexing copies nothing."""
+    first = numbers[0]
+    if list(numbers) == list(range(first, first + len(numbers))):
+        return slice(first, first + len(numbers))
+    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 def _in_blocks(place: PartPlace, blocks: Tensor, origin: int) -> Tensor:
@@ -208,10 +220,3 @@ def _in_blocks(place: PartPlace, blocks: Tensor, origin: int) -> Tensor:
     start = place.offset - origin
     numbers = blocks[:, start : start + place.bytes].view(place.dtype)
     return numbers.view(-1, place.heads, BLOCK_TOKENS, place.size).transpose(0, 1)
-
-
-def _in_slot(place: PartPlace, slot: KVSlot, first_block: int, count: int) -> Tensor:
-    """[heads, n, BLOCK_TOKENS, size], a view of a slot's buffer."""
-    buffer = slot.parts[place.part][place.layer]
-    rows = buffer[:, first_block * BLOCK_TOKENS : (first_block + count) * BLOCK_TOKENS]
-    return rows.view(place.heads, count, BLOCK_TOKENS, place.size)

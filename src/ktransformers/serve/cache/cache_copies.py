@@ -1,8 +1,8 @@
-"""Copies of blocks between slots and rows of the host tier.
+"""Copies of blocks between the cache and rows of the host tier.
 
 On the CPU they are plain copies, one call for each part of all blocks whose rows are adjacent: of single blocks most of
-the time is the calls'. On a GPU a block is gathered from the slot into a staging buffer on the stream that computes, at
-the rate of the GPU's memory, so that the slot may be overwritten or freed at once; a side stream copies the staging
+the time is the calls'. On a GPU a block is gathered into a staging buffer on the stream that computes, at the
+rate of the GPU's memory, so that it may be overwritten or freed at once; a side stream copies the staging
 buffer to pinned memory, or back. Whole blocks cross the link, several in one copy where their rows are adjacent,
 because a part of one layer is a few tens of kilobytes and a launch for each would take longer than the copy. Two
 staging buffers alternate. Nothing here waits on the host: streams wait for events.
@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ktransformers.serve.cache.cache_blocks import BlockLayout, copy_from_slot, copy_to_slot
+from ktransformers.serve.cache.cache_blocks import BlockLayout, copy_from_memory, copy_to_memory
 from ktransformers.serve.cache.host_tier import HostBlock
-from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.cache.kv_cache import BlockMemory
 from ktransformers.serve.cache.snapshots import States
 
 STAGING_BYTES = 64 << 20  # of one staging buffer, or one block
@@ -30,12 +30,12 @@ def make_event(*, timing: bool = False) -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
 
 
-class SlotCopies(Protocol):
-    def save(self, slot: KVSlot, first_block: int, blocks: Sequence[HostBlock]) -> None:
-        """Copy consecutive blocks of the slot into their rows."""
+class BlockCopies(Protocol):
+    def save(self, memory: BlockMemory, numbers: Sequence[int], blocks: Sequence[HostBlock]) -> None:
+        """Copy the blocks with these numbers into rows."""
 
-    def restore(self, slot: KVSlot, first_block: int, blocks: Sequence[HostBlock]) -> PendingCopy | None:
-        """Copy rows into consecutive blocks of the slot; None: it is done. Later kernels see the new contents."""
+    def restore(self, memory: BlockMemory, numbers: Sequence[int], blocks: Sequence[HostBlock]) -> PendingCopy | None:
+        """Copy rows into the blocks with these numbers; None: it is done. Later kernels see the new contents."""
 
     def save_states(self, states: States, blocks: Sequence[HostBlock]) -> None:
         """Copy states into the rows of their pieces."""
@@ -64,20 +64,20 @@ class PendingCopy:
 
 
 class HostCopies:
-    """Slots in host memory."""
+    """Of a cache in host memory."""
 
     def __init__(self, layout: BlockLayout) -> None:
         self._layout = layout
 
     @torch.inference_mode()
-    def save(self, slot: KVSlot, first_block: int, blocks: Sequence[HostBlock]) -> None:
-        for number, rows in _adjacent_rows(blocks, 0, self._layout.bytes):
-            copy_from_slot(slot, iter(self._layout.places), first_block + number, rows)
+    def save(self, memory: BlockMemory, numbers: Sequence[int], blocks: Sequence[HostBlock]) -> None:
+        for first, rows in _adjacent_rows(blocks, 0, self._layout.bytes):
+            copy_from_memory(memory, iter(self._layout.places), numbers[first : first + rows.shape[0]], rows)
 
     @torch.inference_mode()
-    def restore(self, slot: KVSlot, first_block: int, blocks: Sequence[HostBlock]) -> PendingCopy | None:
-        for number, rows in _adjacent_rows(blocks, 0, self._layout.bytes):
-            copy_to_slot(slot, iter(self._layout.places), first_block + number, rows)
+    def restore(self, memory: BlockMemory, numbers: Sequence[int], blocks: Sequence[HostBlock]) -> PendingCopy | None:
+        for first, rows in _adjacent_rows(blocks, 0, self._layout.bytes):
+            copy_to_memory(memory, iter(self._layout.places), numbers[first : first + rows.shape[0]], rows)
         return None
 
     @torch.inference_mode()
@@ -118,14 +118,14 @@ class _DeviceStages:
 
 
 class DeviceCopies:
-    """Slots on one GPU, or with layers on several."""
+    """Of a cache on one GPU, or with layers on several."""
 
     def __init__(self, layout: BlockLayout) -> None:
         self._layout = layout
         self._devices = [_DeviceStages(*segment) for segment in layout.segments]
 
     @torch.inference_mode()
-    def save(self, slot: KVSlot, first_block: int, blocks: Sequence[HostBlock]) -> None:
+    def save(self, memory: BlockMemory, numbers: Sequence[int], blocks: Sequence[HostBlock]) -> None:
         ended = []
         for part in self._devices:
             with torch.cuda.device(part.device):
@@ -134,7 +134,7 @@ class DeviceCopies:
                     compute.wait_event(stage.free)
                     staged = stage.buffer[: last - first]
                     places = self._layout.places_on(part.device)
-                    copy_from_slot(slot, places, first_block + first, staged, part.first)
+                    copy_from_memory(memory, places, numbers[first:last], staged, part.first)
                     part.side.wait_stream(compute)
                     with torch.cuda.stream(part.side):
                         for row, rows in _adjacent_rows(blocks[first:last], part.first, part.last):
@@ -146,7 +146,7 @@ class DeviceCopies:
             block.copied = ended
 
     @torch.inference_mode()
-    def restore(self, slot: KVSlot, first_block: int, blocks: Sequence[HostBlock]) -> PendingCopy | None:
+    def restore(self, memory: BlockMemory, numbers: Sequence[int], blocks: Sequence[HostBlock]) -> PendingCopy | None:
         events = []
         for part in self._devices:
             with torch.cuda.device(part.device):
@@ -160,7 +160,8 @@ class DeviceCopies:
                         for row, rows in _adjacent_rows(blocks[first:last], part.first, part.last):
                             staged[row : row + rows.shape[0]].copy_(rows, non_blocking=True)
                     compute.wait_stream(part.side)
-                    copy_to_slot(slot, self._layout.places_on(part.device), first_block + first, staged, part.first)
+                    places = self._layout.places_on(part.device)
+                    copy_to_memory(memory, places, numbers[first:last], staged, part.first)
                     stage.free.record(compute)
                 ended.record(part.side)
                 events.append((started, ended))
@@ -214,6 +215,6 @@ def _adjacent_rows(blocks: Sequence[HostBlock], first: int, last: int) -> Iterat
         start += count
 
 
-def make_copies(layout: BlockLayout) -> SlotCopies:
+def make_copies(layout: BlockLayout) -> BlockCopies:
     on_gpu = any(device.type == "cuda" for device, _, _ in layout.segments)
     return DeviceCopies(layout) if on_gpu else HostCopies(layout)

@@ -13,7 +13,8 @@ from torch import nn
 
 from ktransformers.serve.attention.latent import LATENT_ATTRIBUTE
 from ktransformers.serve.attention.windows import WINDOW_ATTRIBUTE
-from ktransformers.serve.cache.cache_blocks import BLOCK_TOKENS, BlockLayout, PartPlace
+from ktransformers.serve.cache.cache_blocks import BlockLayout, PartPlace
+from ktransformers.serve.cache.kv_cache import BLOCK_TOKENS
 from ktransformers.serve.cache.tier_counts import TierState
 
 KEYS_AND_VALUES, WINDOW, LATENT, INDEX_KEYS = "keys_and_values", "sliding_window", "latent", "index_keys"

@@ -24,18 +24,11 @@ from dataclasses import dataclass, field
 
 from ktransformers.ground.log import logger
 from ktransformers.ground.out_of_memory import exhausted_memory
-from ktransformers.serve.cache.cache_blocks import (
-    BLOCK_TOKENS,
-    BlockHash,
-    BlockLayout,
-    block_hashes,
-    root_hash,
-    state_names,
-)
+from ktransformers.serve.cache.cache_blocks import BlockHash, BlockLayout, block_hashes, root_hash, state_names
 from ktransformers.serve.cache.cache_copies import PendingCopy, make_copies
 from ktransformers.serve.cache.disk_tier import DiskTier
 from ktransformers.serve.cache.host_tier import HostBlock, HostTier
-from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.cache.kv_cache import BLOCK_TOKENS, KVSlot
 from ktransformers.serve.cache.snapshots import States
 from ktransformers.serve.cache.tier_counts import Rate, TierCounts, TierState
 from ktransformers.serve.scheduler.lora import LoadedAdapter
@@ -130,7 +123,7 @@ class CacheTiers:
 
     def schedule(self, slot: KVSlot) -> None:
         """Save the whole blocks of a slot, in the next steps."""
-        if slot.root is None or slot.length < BLOCK_TOKENS or not self.layout.matches(slot):
+        if slot.root is None or slot.length < BLOCK_TOKENS or not self.layout.matches(slot.memory):
             return
         names, states = [slot.root, *block_hashes(slot.root, slot.tokens)], list[int]()
         if self.layout.states:
@@ -201,7 +194,8 @@ class CacheTiers:
                 blocks.append(block)
             if not blocks:
                 break
-            self._copy_to_host(blocks, functools.partial(self._copies.save, unsaved.slot, first, blocks))
+            numbers = unsaved.slot.blocks[first : first + len(blocks)]
+            self._copy_to_host(blocks, functools.partial(self._copies.save, unsaved.slot.memory, numbers, blocks))
             saved += len(blocks)
             unsaved.next += len(blocks)
         return saved
@@ -366,7 +360,8 @@ class CacheTiers:
 
     def _copy_to_slot(self, slot: KVSlot, first: int, blocks: list[HostBlock], pieces: list[HostBlock]) -> None:
         started = time.perf_counter()
-        copies = [(self._copies.restore(slot, first, blocks), blocks)]
+        numbers = slot.blocks[first : first + len(blocks)]
+        copies = [(self._copies.restore(slot.memory, numbers, blocks), blocks)]
         if pieces:
             slot.states, pending = self._copies.restore_states(pieces)
             copies.append((pending, pieces))

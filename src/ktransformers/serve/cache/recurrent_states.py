@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from ktransformers.modeling.substitute import PROBE_ERRORS, TWO_TOKENS, Restore, call_with_two_tokens
-from ktransformers.serve.attention.attention import Span
+from ktransformers.serve.attention.step import Span
 from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.cache.snapshots import copy_states
 from ktransformers.serve.scheduler.lora import adapter_rows, apply_adapter_to_all, apply_linear_lora
@@ -376,7 +376,7 @@ class _Probe:
         self.forward, self.keeps_states = forward, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        slot = KVSlot(None)
+        slot = KVSlot.alone(0)
         try:
             result = self._run(slot, args, kwargs)
         except PROBE_ERRORS:  # its cache is of another kind
@@ -391,7 +391,8 @@ class _Probe:
 
     def _ignores_recurrent(self, slot: KVSlot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether two rows after another recurrent state have the same result, bit for bit."""
-        other = KVSlot(None, states=copy_states(slot.states))
+        other = KVSlot.alone(0)
+        other.states = copy_states(slot.states)
         recurrent = [
             state
             for layer in other.states.values()

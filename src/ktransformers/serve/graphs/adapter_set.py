@@ -8,7 +8,7 @@ Expert layers get a `MixedLora` with the rows' indices on the device, one per la
 layers.
 
 A captured graph refers to the tensors of a set by address, so it must not outlive the set. A set of one adapter uses
-the adapter's own factors; larger sets hold copies (`bytes`), which `DecodeGraphs` bounds.
+the adapter's own factors; larger sets hold copies (`bytes`), which `StepGraphs` bounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Codes of e4m3 with scales of e8m0 in Triton kernels (`engine/cache_codes.py`), by integer operations, because GPUs
+"""Codes of e4m3 with scales of e8m0 in Triton kernels (`cache/cache_codes.py`), by integer operations, because GPUs
 before compute capability 8.9 have no instructions for them.
 
 A code is shifted to where float16 has exponent and mantissa: that is 2^-8 of the number, subnormals included, and exact

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from ktransformers.ground.packages import import_triton_module
 from ktransformers.modeling.norm import norm_epsilon
 from ktransformers.modeling.substitute import ABSORBED, Substitution, matches, random_numbers
-from ktransformers.serve.attention.attention import AttentionSpec
 from ktransformers.serve.attention.fused_attention import RecordedAttention, record_attention
 from ktransformers.serve.attention.latent import LATENT_ATTRIBUTE, LatentProjection
+from ktransformers.serve.attention.spec import AttentionSpec
 
 TRITON = "ktransformers.serve.graphs.latent_inputs_triton"
 PROBED_ROWS = 3
@@ -56,7 +56,7 @@ def fused_latents(attend: AttendLatents, has_lora: Callable[[nn.Module], bool]) 
     """While the model is called, latent attention of every row is `attend`'s, `[heads, R, rank + rope]` and
     `[1, R, rank + rope]` -> `[R, heads, rank]`. `has_lora`: whether rows have LoRA of this linear layer.
 
-    A ContextVar carries both past the model's forward, as in `engine/attention.py`."""
+    A ContextVar carries both past the model's forward, as in `serve/attention/attention.py`."""
     token = _attend.set((attend, has_lora))
     try:
         yield

@@ -76,7 +76,11 @@ class ServeEngine:
         self.forward, self.limits, self.counts = forward, limits, Counts()
         spare_states = limits.max_running_requests
         self.kv_cache = KVCache(
-            limits.max_total_tokens, reuse=not limits.deterministic, spare_states=spare_states, fp8=forward.fp8_cache
+            limits.max_total_tokens,
+            reuse=not limits.deterministic,
+            spare_states=spare_states,
+            fp8=forward.fp8_cache,
+            longest=limits.context_length,
         )
         self.memory_advice = ""  # what to change when memory runs out
         self.raise_launched: Callable[[], None] = lambda: None  # errors of experts that a step did not wait for

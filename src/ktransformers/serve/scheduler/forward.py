@@ -6,7 +6,7 @@ every row are passed to a reader some rows at a time (`head.py`). What a layer k
 keys and values (`attention.py`), keys of indexers (`indexer.py`), convolution and recurrent states
 (`recurrent_states.py`). `SequentialForward` computes models of another kind (position embeddings that depend on the
 longest sequence of the batch, attention with a bias of positions) one sequence at a time, each with transformers' own
-cache. On a GPU, steps of new tokens only may be replayed from CUDA graphs (`graphs/decode_graphs.py`), which are tried
+cache. On a GPU, steps of new tokens only may be replayed from CUDA graphs (`graphs/step_graphs.py`), which are tried
 first. `check_against_stock` computes two sequences in chunks, across the edge of every sliding window, and compares the
 logits with the stock model: a family for which they differ is refused by name before the server starts. Experts that
 tie in a router are no difference. With FP8 keys and values (`cache_codes.py`) the two sequences are computed twice
@@ -41,7 +41,7 @@ from ktransformers.modeling.linear import linears
 from ktransformers.modeling.norm import NORMS
 from ktransformers.modeling.router import ROUTERS
 from ktransformers.modeling.substitute import Restore, Substitution
-from ktransformers.serve.attention.attention import ATTENTION_NAME, Span, attend_to_slots
+from ktransformers.serve.attention.attention import ATTENTION_NAME, attend_to_slots
 from ktransformers.serve.attention.decode_layer import DECODE_LAYERS
 from ktransformers.serve.attention.decode_stack import DecodeStack
 from ktransformers.serve.attention.fused_attention import FUSED_ATTENTION
@@ -54,16 +54,17 @@ from ktransformers.serve.attention.indexer import (
 )
 from ktransformers.serve.attention.latent import use_latents
 from ktransformers.serve.attention.query_scales import use_position_scales
+from ktransformers.serve.attention.step import BatchStep, Span
 from ktransformers.serve.attention.windows import read_windows, reduce_windows, require_reduced
 from ktransformers.serve.cache.cache_blocks import BlockLayout
-from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.cache.kv_cache import BLOCK_TOKENS, KVSlot
 from ktransformers.serve.cache.recurrent_states import serve_states, use_states
 from ktransformers.serve.cache.snapshots import state_bytes
 from ktransformers.serve.scheduler.head import LogitsHead, LogitsReader, ScoredRows, collect_rows
 from ktransformers.serve.scheduler.lora import AdapterRows, LoadedAdapter, adapter_rows, apply_linear_lora, expert_lora
 
 if TYPE_CHECKING:
-    from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
+    from ktransformers.serve.graphs.step_graphs import StepGraphs
 
 # Layer types that `Forward` computes.
 BATCHED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -110,7 +111,7 @@ class Forward:
         self.stock_attention = model.config._attn_implementation
         self._head = LogitsHead(model)
         self._decode_stack = DecodeStack(model)
-        self.graphs: DecodeGraphs | None = None  # replays steps of new tokens only
+        self.graphs: StepGraphs | None = None  # replays steps of new tokens only
         self.block_layout: BlockLayout | None = None  # of lower cache tiers, after `check_against_stock`
         with Restore() as restore:
             self.states = serve_states(model, restore)  # modules that keep a state of each sequence
@@ -158,8 +159,9 @@ class Forward:
                 last_rows[index] = len(tokens) - 1
         rows = list(last_rows.values())
         decodes = not scored and len(rows) == len(tokens)
-        stock = functools.partial(self._call_model, tokens, positions, spans, rows, scored)
-        logits = self._decode_stack.logits(tokens, positions, spans, stock) if decodes else stock()
+        step = BatchStep(spans)
+        stock = functools.partial(self._call_model, tokens, positions, step, rows, scored)
+        logits = self._decode_stack.logits(tokens, positions, step, stock) if decodes else stock()
         logit_rows = {index: row for row, index in enumerate(last_rows)}
         greedy = [index for index in last_rows if chunks[index].greedy]
         argmax_tokens = dict(zip(greedy, argmax_of_rows(logits, [logit_rows[index] for index in greedy]), strict=True))
@@ -169,24 +171,19 @@ class Forward:
         return results
 
     def _call_model(
-        self,
-        tokens: list[int],
-        positions: list[int],
-        spans: list[Span],
-        logit_rows: list[int],
-        scored: list[ScoredRows],
+        self, tokens: list[int], positions: list[int], step: BatchStep, logit_rows: list[int], scored: list[ScoredRows]
     ) -> Tensor:
         inputs = {
             "input_ids": torch.tensor([tokens], device=self.device),
             "position_ids": torch.tensor([positions], device=self.device),
             "use_cache": False,
         }
-        lora_rows = adapter_rows((span.adapter, span.rows) for span in spans)
+        lora_rows = adapter_rows((span.adapter, span.rows) for span in step.spans)
         layers = expert_lora(lora_rows, len(tokens))
         with (
             torch.inference_mode(),
-            attend_to_slots(spans),
-            use_states(spans, self.device),
+            attend_to_slots(step),
+            use_states(step.spans, self.device),
             apply_linear_lora(lora_rows, len(tokens)),
             use_mixed_lora(layers),
         ):
@@ -205,8 +202,8 @@ class Forward:
         finally:
             read_windows(self.model)
         self.bytes_per_sequence = state_bytes(slot.states)
-        self.block_layout = BlockLayout.of_slot(slot)
-        return max(1, slot.bytes() // slot.capacity)
+        self.block_layout = BlockLayout.of_memory(slot.memory, slot.states)
+        return max(1, slot.memory.block_bytes // BLOCK_TOKENS)
 
     def stock(self) -> AbstractContextManager[Any]:
         """The model with its stock attention."""
@@ -222,7 +219,7 @@ class SequentialForward:
     fp8_cache, fp8_error = False, 0.0  # transformers' cache holds what the model computes
     bytes_per_sequence = 0
     states: Mapping[str, bool] = MappingProxyType({})
-    graphs: DecodeGraphs | None = None
+    graphs: StepGraphs | None = None
     indexers = 0  # that select keys of slots
     position_scales = 0  # layers whose queries are scaled by position
     block_layout: BlockLayout | None = None  # slots hold caches of transformers, which have no blocks
@@ -367,8 +364,8 @@ def _check_codes(forward: Forward) -> tuple[float, KVSlot]:
     """Compare FP8 slots with slots of rounded values; returns the difference of their logits from the stock
     model's, and an FP8 slot."""
     prompts, kind = _check_prompts(forward.model), forward.model.config.model_type
-    coded = [KVSlot(None, capacity=24, fp8=True) for _ in prompts]
-    rounded = [KVSlot(None, capacity=24, rounded=True) for _ in prompts]
+    coded = KVSlot.together(len(prompts), 24, fp8=True)
+    rounded = KVSlot.together(len(prompts), 24, rounded=True)
 
     def difference(expected: ComputeLogits, limit: float) -> float:
         return logit_error(
@@ -390,7 +387,7 @@ def _has_quantised_experts(model: Any) -> bool:
 
 
 def _chunk_error(forward: Forward | SequentialForward, limit: float) -> tuple[float, KVSlot]:
-    slots = [KVSlot(None, capacity=24), KVSlot(None, capacity=24)]
+    slots = KVSlot.together(2, 24)
     prompts = _check_prompts(forward.model)
     with compared_selections(slots, [len(prompt) for prompt in prompts], forward.model.dtype):
         error = logit_error(

@@ -1,6 +1,6 @@
 """Decode steps from a table of fixed size: which steps are captured, padding, KV cache slots that grow, residents that
 change, failed captures. Here a recorder that computes again stands in for CUDA graphs, and torch for Triton; the rest
-is what a GPU runs (tests/serve/graphs/test_decode_graphs_gpu.py)."""
+is what a GPU runs (tests/serve/graphs/test_step_graphs_gpu.py)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from ktransformers.quantized import weight as quantized_weight
 from ktransformers.quantized.gpu import head_products
 from ktransformers.quantized.gpu.linear import GpuLinearWeight, packed_linear
 from ktransformers.quantized.weight import GpuPacked, QuantizedWeight
+from ktransformers.serve.attention.step import COUNT
 from ktransformers.serve.cache.kv_cache import KVSlot
-from ktransformers.serve.graphs.decode_graphs import DecodeGraphs, StepKey, why_not
+from ktransformers.serve.graphs.captured_step import ACTIVE
 from ktransformers.serve.graphs.latent_inputs import FUSED_LATENTS
+from ktransformers.serve.graphs.step_graphs import StepGraphs, StepKey, why_not
 from ktransformers.serve.sampling.sampling import Sampling
 from ktransformers.serve.scheduler.forward import Chunk, Forward
 from ktransformers.serve.scheduler.lora import LoadedAdapter, LoraModules
@@ -51,7 +53,7 @@ def capture(placed: tuple[EngineHarness, Placement]) -> Iterator[EagerCapture]:
     harness, placement = placed
     placement.place_residents(count=0)
     made = EagerCapture(placement)
-    harness.forward.graphs = DecodeGraphs(harness.model, placement, made)
+    harness.forward.graphs = StepGraphs(harness.model, placement, made)
     yield made
     harness.forward.graphs = None
 
@@ -127,9 +129,9 @@ def test_padding_rows_are_not_routed(placed: tuple[EngineHarness, Placement], ca
     engine = placed_harness.engine()
     placed_harness.run(engine, *(one for one, _ in made))
     graphs = graphs_of(placed_harness)
-    assert list(graphs.graphs.captured) == [(4, ())]
-    table = graphs.graphs.captured[StepKey(4, ())].device_table
-    assert table[3].tolist() == [1, 1, 1, 0] and not table[:, 3].any()
+    assert list(graphs.graphs.captured) == [StepKey(4, ())]
+    inputs = graphs.graphs.captured[StepKey(4, ())].inputs
+    assert inputs.rows[ACTIVE].tolist() == inputs.table[COUNT].tolist() == [1, 1, 1, 0] and not inputs.rows[:, 3].any()
     top_k = placed_harness.model.config.num_experts_per_tok
     tokens = 3 * (6 + 19) + 3  # the step that was recorded was computed once more
     for row, then in zip(placement.counts(), before, strict=True):
@@ -211,7 +213,7 @@ def test_families_match_eager(family: str, device: str) -> None:
     with torch.inference_mode():
         told, wanted = decode(forward, prompts, 12)
         assert not (why := why_not(forward, placement)) or device == "cpu", why
-        forward.graphs = DecodeGraphs(model, placement, EagerCapture(placement) if device == "cpu" else None)
+        forward.graphs = StepGraphs(model, placement, EagerCapture(placement) if device == "cpu" else None)
         _, found = decode(forward, prompts, 12, told)
     assert forward.graphs.replayed == 12 - CAPTURE_AT + 1
     for got, want in zip(found, wanted, strict=True):  # residents round what they are given to bf16
@@ -238,7 +240,7 @@ def test_adapters_of_latents_match_eager(device: str) -> None:
     prompts = [[(seed + 7 * at) % 90 for at in range(9)] for seed in (3, 3, 3)]
     with torch.inference_mode():
         told, wanted = decode(forward, prompts, 12, adapters=adapters)
-        forward.graphs = DecodeGraphs(model, placement, EagerCapture(placement) if device == "cpu" else None)
+        forward.graphs = StepGraphs(model, placement, EagerCapture(placement) if device == "cpu" else None)
         _, found = decode(forward, prompts, 12, told, adapters)
     assert forward.graphs.replayed == 12 - CAPTURE_AT + 1
     for got, want in zip(found, wanted, strict=True):
@@ -263,7 +265,7 @@ def test_steps_read_the_codes_of_latents(spec: str, device: str, monkeypatch: py
         with torch.inference_mode():
             first, wanted = decode(forward, prompts, 8, told)
             told = told or first
-            forward.graphs = DecodeGraphs(model, placement, EagerCapture(placement) if device == "cpu" else None)
+            forward.graphs = StepGraphs(model, placement, EagerCapture(placement) if device == "cpu" else None)
             NORMS.apply(model)
             assert FUSED_LATENTS.apply(model) == len(weights)
             if device != "cpu" and has_codes:
@@ -317,7 +319,7 @@ def decode(
     adapters: Sequence[LoadedAdapter | None] = (None, None, None),
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """All prompts, then `new` steps of a token each: the most likely ones, or those that are told; and all logits."""
-    slots = [KVSlot(None, capacity=64) for _ in prompts]
+    slots = KVSlot.together(len(prompts), 64)
     pieces = [Chunk(*given, greedy=True) for given in zip(slots, prompts, (0, 0, 0), adapters, strict=True)]
     tokens, logits = list[list[int]](), list[torch.Tensor]()
     for step in range(new + 1):

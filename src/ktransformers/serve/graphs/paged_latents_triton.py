@@ -1,12 +1,12 @@
-"""Decode attention over latents in Triton, for slots that a table on the device gives (`decode_attention.py`).
+"""Attention of new tokens over latents in Triton, for blocks that a table on the device gives (`paged_attention.py`).
 
-All query heads attend to the same latents, so a program of the first kernel handles one row, a tile of heads and one
-split of the row's latents: a block of latents is read once, multiplied with the queries and then, without its rotary
+All query heads attend to the same latents, so a program of the first kernel handles one sequence, a tile of heads and
+one split of its latents: a block of latents is read once, multiplied with the queries and then, without its rotary
 part, with the weights. The second kernel combines the splits. As for other attention, splits depend on the position
 alone, so that the result of a sequence does not depend on its batch, and only the programs of the first split use the
 new latent.
 
-FP8 slots: a block is dequantized without its scales, which multiply scores and weights instead. They are powers
+FP8: a block is dequantized without its scales, which multiply scores and weights instead. They are powers
 of two, so that is the same. The new latent is encoded, and attended to as it is stored.
 
 A split's sums are `heads * rank` numbers in float32, as many bytes as some hundred latents. Splits are therefore short
@@ -16,6 +16,7 @@ where the context is, for latency, and grow with it up to MAX_LENGTH before thei
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.serve.attention.attention import AttentionSpec
-from ktransformers.serve.graphs import step_table
+from ktransformers.serve.attention.spec import AttentionSpec
 from ktransformers.serve.graphs.cache_codes_triton import (
     decode_block,
     decode_codes,
@@ -33,14 +33,13 @@ from ktransformers.serve.graphs.cache_codes_triton import (
     scale_code,
     scale_number,
 )
-from ktransformers.serve.graphs.step_table import CacheLines
+from ktransformers.serve.graphs.paged_attention_triton import COUNT, FIRST_ROW, MIN_TILE, POSITION, cache_row
+from ktransformers.serve.graphs.shared_memory import shared_memory
 
-MIN_TILE = 16  # rows and columns of tl.dot, at least
 COMBINED_COLUMNS = 128  # of a program that combines splits
 SPLITS = 64  # at most
 SHORT_SPLITS = tl.constexpr(32)  # at most, as long as they are shorter than MAX_LENGTH
 MIN_LENGTH, MAX_LENGTH = tl.constexpr(64), tl.constexpr(1024)  # latents of a split
-POSITION, ACTIVE = (tl.constexpr(line) for line in (step_table.POSITION, step_table.ACTIVE))
 
 
 class Tiling(NamedTuple):
@@ -65,12 +64,12 @@ def _split_length(position, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 def _attend_split(
     query,  # [heads, R, RANK + ROPE]
     key,  # [1, R, RANK + ROPE]
-    table,  # int64 [lines, R]
-    sums,  # float32 [R, heads, SPLITS, RANK]
-    states,  # float32 [R, heads, SPLITS, 2]: maximum of the scores, sum of their exponentials
-    line,
-    scales_line,  # not read unless FP8
-    rows,
+    latents,  # [tokens of the cache, RANK + ROPE]
+    scales,  # [tokens of the cache], not read unless FP8
+    table,  # int64 [lines, S]
+    sums,  # float32 [S, heads, SPLITS, RANK]
+    states,  # float32 [S, heads, SPLITS, 2]: maximum of the scores, sum of their exponentials
+    columns,
     heads,
     scale,
     query_head,  # strides
@@ -86,20 +85,17 @@ def _attend_split(
     PRECISION: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    row, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    active = tl.load(table + ACTIVE * rows + row)
-    position = tl.load(table + POSITION * rows + row)
+    column, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    count = tl.load(table + COUNT * columns + column)
+    row = tl.load(table + FIRST_ROW * columns + column)
+    position = tl.load(table + POSITION * columns + column)
     length = _split_length(position, SPLITS, BLOCK)
     first = split * length
     last = tl.minimum(first + length, position)
-    if (active != 0) & ((split == 0) | (first < last)):
+    if (count == 1) & ((split == 0) | (first < last)):
         h, c, e = tile * HEADS + tl.arange(0, HEADS), tl.arange(0, WIDE), tl.arange(0, WIDE_ROPE)
         in_rank, in_rope = c < RANK, e < ROPE
         dtype = key.dtype.element_ty
-        stored: tl.constexpr = tl.uint8 if FP8 else dtype
-        latents = tl.multiple_of(tl.load(table + line * rows + row).to(tl.pointer_type(stored)), 16)
-        if FP8:
-            scales = tl.load(table + scales_line * rows + row).to(tl.pointer_type(tl.uint8))
         inside = (h < heads)[:, None]
         of_query = query + h[:, None] * query_head + row * query_row
         q = tl.load(of_query + c[None, :], mask=inside & in_rank[None, :], other=0.0)
@@ -111,7 +107,8 @@ def _attend_split(
             new = tl.load(key + row * key_row + c, mask=in_rank, other=0.0)
             new_rope = tl.load(key + row * key_row + RANK + e, mask=in_rope, other=0.0)
             number, number_rope = new.to(tl.float32), new_rope.to(tl.float32)
-            at = latents + position * (RANK + ROPE)
+            new_row = cache_row(table, columns, column, position)
+            at = latents + new_row * (RANK + ROPE)
             if FP8:
                 largest = tl.maximum(tl.max(magnitude_bits(number)), tl.max(magnitude_bits(number_rope)))
                 code_scale = scale_code(largest)
@@ -121,7 +118,7 @@ def _attend_split(
                 if tile == 0:
                     tl.store(at + c, code, mask=in_rank)
                     tl.store(at + RANK + e, code_rope, mask=in_rope)
-                    tl.store(scales + position, code_scale.to(tl.uint8))
+                    tl.store(scales + new_row, code_scale.to(tl.uint8))
             elif tile == 0:
                 tl.store(at + c, new, mask=in_rank)
                 tl.store(at + RANK + e, new_rope, mask=in_rope)
@@ -133,11 +130,12 @@ def _attend_split(
         for block_start in range(first, last, BLOCK):
             n = block_start + tl.arange(0, BLOCK)
             in_split = n < last
-            of_block = latents + n.to(tl.int64)[:, None] * (RANK + ROPE)
+            cached = cache_row(table, columns, column, block_start) + tl.arange(0, BLOCK)
+            of_block = latents + cached[:, None] * (RANK + ROPE)
             k = tl.load(of_block + c[None, :], mask=in_split[:, None] & in_rank[None, :], other=0)
             k_rope = tl.load(of_block + RANK + e[None, :], mask=in_split[:, None] & in_rope[None, :], other=0)
             if FP8:
-                stored_scale = scale_number(tl.load(scales + n, mask=in_split, other=127))
+                stored_scale = scale_number(tl.load(scales + cached, mask=in_split, other=127))
                 k, block_scale = decode_block(k, stored_scale, dtype)
                 k_rope, block_scale = decode_block(k_rope, stored_scale, dtype)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -152,7 +150,7 @@ def _attend_split(
                 weights *= block_scale[None, :]
             weighted_sum = tl.dot(weights.to(dtype), k, weighted_sum * rescale[:, None], input_precision=PRECISION)
             max_score = new_max
-        index = (row * heads + h) * SPLITS + split
+        index = (column * heads + h) * SPLITS + split
         tl.store(states + 2 * index, max_score, mask=h < heads)
         tl.store(states + 2 * index + 1, exp_sum, mask=h < heads)
         at = sums + index.to(tl.int64)[:, None] * RANK + c[None, :]
@@ -165,28 +163,30 @@ def _combine_splits(
     states,
     table,
     out,  # [R, heads, RANK]
-    rows,
+    columns,
     heads,
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row, head = tl.program_id(0), tl.program_id(1)
-    c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    active = tl.load(table + ACTIVE * rows + row)
-    position = tl.load(table + POSITION * rows + row)
-    split = tl.arange(0, SPLITS)
-    in_use = (split == 0) | (split * _split_length(position, SPLITS, BLOCK) < position)
-    index = (row * heads + head) * SPLITS + split
-    max_score = tl.load(states + 2 * index, mask=in_use, other=float("-inf"))
-    exp_sum = tl.load(states + 2 * index + 1, mask=in_use, other=0.0)
-    weight = tl.exp(max_score - tl.max(max_score, axis=0))
-    mask = in_use[:, None] & (c < RANK)[None, :]
-    split_sums = tl.load(sums + index.to(tl.int64)[:, None] * RANK + c[None, :], mask=mask, other=0.0)
-    output = tl.sum(split_sums * weight[:, None], axis=0) / tl.sum(weight * exp_sum, axis=0)
-    output = tl.where(active != 0, output, 0.0)
-    tl.store(out + (row * heads + head) * RANK + c, output.to(out.dtype.element_ty), mask=c < RANK)
+    column, head = tl.program_id(0), tl.program_id(1)
+    count = tl.load(table + COUNT * columns + column)
+    if count <= 1:  # rows of no sequence become zero
+        c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        row = tl.load(table + FIRST_ROW * columns + column)
+        position = tl.load(table + POSITION * columns + column)
+        split = tl.arange(0, SPLITS)
+        in_use = (split == 0) | (split * _split_length(position, SPLITS, BLOCK) < position)
+        index = (column * heads + head) * SPLITS + split
+        max_score = tl.load(states + 2 * index, mask=in_use, other=float("-inf"))
+        exp_sum = tl.load(states + 2 * index + 1, mask=in_use, other=0.0)
+        weight = tl.exp(max_score - tl.max(max_score, axis=0))
+        mask = in_use[:, None] & (c < RANK)[None, :]
+        split_sums = tl.load(sums + index.to(tl.int64)[:, None] * RANK + c[None, :], mask=mask, other=0.0)
+        output = tl.sum(split_sums * weight[:, None], axis=0) / tl.sum(weight * exp_sum, axis=0)
+        output = tl.where(count == 1, output, 0.0)
+        tl.store(out + (row * heads + head) * RANK + c, output.to(out.dtype.element_ty), mask=(c < RANK) & (row >= 0))
 
 
 def tiling(heads: int, width: int, element: int, shared_memory: int) -> Tiling:
@@ -200,26 +200,25 @@ def tiling(heads: int, width: int, element: int, shared_memory: int) -> Tiling:
     return Tiling(SMALL.heads, block, SMALL.warps, stages)
 
 
-def attend(table: Tensor, lines: CacheLines, spec: AttentionSpec, query: Tensor, key: Tensor) -> Tensor:
-    """`decode_attention.attend_latents` on a GPU."""
+def attend(table: Tensor, cache: Sequence[Tensor], spec: AttentionSpec, query: Tensor, key: Tensor) -> Tensor:
+    """`paged_attention.attend_latents` on a GPU."""
     assert spec.latent is not None
-    (heads, rows, width), rank = query.shape, spec.latent.rank
+    (heads, rows, width), rank, columns = query.shape, spec.latent.rank, table.shape[1]
     query, key = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (query, key))
-    shared = _shared_memory(query.device)
-    tile = tiling(heads, width, query.element_size(), shared)
-    sums = torch.empty(rows, heads, SPLITS, rank, dtype=torch.float32, device=query.device)
-    states = torch.empty(rows, heads, SPLITS, 2, dtype=torch.float32, device=query.device)
+    tile = tiling(heads, width, query.element_size(), shared_memory(query.device))
+    sums = torch.empty(columns, heads, SPLITS, rank, dtype=torch.float32, device=query.device)
+    states = torch.empty(columns, heads, SPLITS, 2, dtype=torch.float32, device=query.device)
     out = torch.empty(rows, heads, rank, dtype=query.dtype, device=query.device)
-    attend_split: Any = _attend_split[(rows, triton.cdiv(heads, tile.heads), SPLITS)]
+    attend_split: Any = _attend_split[(columns, triton.cdiv(heads, tile.heads), SPLITS)]
     attend_split(
         query,
         key,
+        cache[0],
+        cache[-1],
         table,
         sums,
         states,
-        lines.keys,
-        lines.key_scales or 0,
-        rows,
+        columns,
         heads,
         spec.scale,
         *query.stride()[:2],
@@ -232,20 +231,12 @@ def attend(table: Tensor, lines: CacheLines, spec: AttentionSpec, query: Tensor,
         WIDE=max(MIN_TILE, triton.next_power_of_2(rank)),
         WIDE_ROPE=max(MIN_TILE, triton.next_power_of_2(width - rank)),
         PRECISION="ieee" if key.dtype == torch.float32 else "tf32",
-        FP8=lines.fp8,
+        FP8=len(cache) > 2,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    columns = min(COMBINED_COLUMNS, max(MIN_TILE, triton.next_power_of_2(rank)))
-    combine_splits: Any = _combine_splits[(rows, heads, triton.cdiv(rank, columns))]
-    words = {"RANK": rank, "SPLITS": SPLITS, "BLOCK": tile.block, "COLUMNS": columns}
-    combine_splits(sums, states, table, out, rows, heads, **words)
+    combined = min(COMBINED_COLUMNS, max(MIN_TILE, triton.next_power_of_2(rank)))
+    combine_splits: Any = _combine_splits[(columns, heads, triton.cdiv(rank, combined))]
+    words = {"RANK": rank, "SPLITS": SPLITS, "BLOCK": tile.block, "COLUMNS": combined}
+    combine_splits(sums, states, table, out, columns, heads, **words)
     return out
-
-
-def _shared_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return LARGE_BYTES
-    properties: Any = torch.cuda.get_device_properties(device)
-    size: int = properties.shared_memory_per_block_optin
-    return size

@@ -1,20 +1,23 @@
-"""Decode steps of the server, replayed from CUDA graphs: every sequence has one new token, and no Python runs between
-kernels. ARCHITECTURE.md has the life of such a step, docs/serve-speed.md what is not captured.
+"""Steps of the server, replayed from CUDA graphs: no Python runs between kernels. ARCHITECTURE.md has the life of such
+a step, docs/serve-speed.md what is not captured.
 
-Steps come in a few sizes R; rows between two sizes are computed and thrown away. What differs from step to step is a
-table (`step_table.py`), int64 `[lines, R]`: tokens, positions, adapters, addresses of KV cache slots. It is
-written into pinned memory and copied to the device before the graph; the graph leaves the most likely tokens in
-`_latest` on the device, from which they are copied to the host. Logits `[R, V]` stay on the device, in memory that the
-next step overwrites. Attention is `decode_attention.py`'s, experts are `place/host_callback.py`'s, LoRA is
-`adapter_set.py`'s, everything else is the stock model, called under capture as it is called otherwise.
+Steps come in a few sizes R; rows between two sizes are computed and thrown away. In a step of new tokens every row is a
+sequence of its own; a step with prompt chunks has rows of some sequences, one after the other, and is captured where
+nothing in it depends on the host: every expert is on the GPU, and no layer keeps a state or latents. What differs from
+step to step is one run of numbers (`captured_step.py`): tokens, positions, adapters, blocks of the KV cache. It is
+written into pinned memory and copied to the device before the graph; the graph leaves the most likely token of each
+sequence in `_latest` on the device, from which they are copied to the host. Logits `[S, V]` stay on the device, in
+memory that the next step overwrites. Attention is `paged_attention.py`'s, experts are `place/host_callback.py`'s, LoRA
+is `adapter_set.py`'s, everything else is the stock model, called under capture as it is called otherwise.
 
-Overlap: if every sequence of a step is greedy and wants another token (`Chunk.continues`), the next step is launched
-before the host waits for this one: same slots, next positions, tokens from `_latest`. So the GPU computes while the
-host detokenises, delivers and builds the next batch. A step launched ahead is used only if the next batch has nothing
-else than its rows, with the same slots, positions and tokens; rows of sequences that have ended meanwhile are ignored.
-Otherwise it is waited for and forgotten: what it wrote, keys and values of the next position, is written again. That
-is not so for convolution and recurrent states, and errors of host callbacks belong to a step, so models with states
-and steps with experts on the CPU are not launched ahead. At most one step is ahead of the one that is waited for.
+Overlap: if every sequence of a step of new tokens is greedy and wants another token (`Chunk.continues`), the next step
+is launched before the host waits for this one: same slots, next positions, tokens from `_latest`. So the GPU computes
+while the host detokenises, delivers and builds the next batch. A step launched ahead is used only if the next batch has
+nothing else than its rows, with the same slots, positions and tokens; rows of sequences that have ended meanwhile are
+ignored. Otherwise it is waited for and forgotten: what it wrote, keys and values of the next position, is written
+again. That is not so for convolution and recurrent states, and errors of host callbacks belong to a step, so models
+with states and steps with experts on the CPU are not launched ahead. At most one step is ahead of the one that is
+waited for.
 
 A graph is captured for a size and a set of adapters, and serves every mixture of these and of the base: a step takes
 the smallest set that has all adapters of its rows, and steps of the base alone take the graph without LoRA. A few sets
@@ -24,8 +27,8 @@ Before a capture a step is rehearsed: computed outside of a graph as it would be
 exist before, and then once more with torch raising on every synchronisation, so that what a graph cannot hold fails
 where it does no harm. All of that happens in the middle of an answer: a step that is rehearsed, captured and replayed
 writes the same keys to the same places each time; convolution and recurrent states, which each time would advance, are
-restored (`state_arena.py`). Everything else (prompts, scored prompts, families whose keys are selected by an index)
-runs eagerly, including batch sizes and adapter sets whose capture failed.
+restored (`state_arena.py`). Everything else (scored prompts, families whose keys are selected by an index) runs
+eagerly, including batch sizes and adapter sets whose capture failed.
 
 Reallocating the residents invalidates captured graphs; they are captured again.
 """
@@ -33,6 +36,7 @@ Reallocating the residents invalidates captured graphs; they are captured again.
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -52,23 +56,38 @@ from ktransformers.modeling.cuda_graphs import GraphCache, GraphPool, Refusal, c
 from ktransformers.place.gpu.multi_lora import LoraCacheFull
 from ktransformers.place.placement import Placement
 from ktransformers.plan.modes import MAX_CAPTURED_TOKENS
-from ktransformers.serve.attention.attention import AttentionSpec, use_attention
-from ktransformers.serve.attention.windows import CHUNK_ATTRIBUTE
-from ktransformers.serve.cache.kv_cache import Owner
+from ktransformers.serve.attention.attention import use_attention
+from ktransformers.serve.attention.latent import LATENT_ATTRIBUTE
+from ktransformers.serve.attention.spec import AttentionSpec
+from ktransformers.serve.attention.step import TILE_ROWS, DeviceStep
+from ktransformers.serve.cache.kv_cache import BlockMemory, Owner
 from ktransformers.serve.cache.recurrent_states import use_batch_states
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.graphs import decode_attention
+from ktransformers.serve.graphs import paged_attention
 from ktransformers.serve.graphs.adapter_set import Adapters, AdapterSet, RowLoraFn, sort_adapters
-from ktransformers.serve.graphs.decode_attention import attend_latents, attend_new_tokens
-from ktransformers.serve.graphs.decode_step import Compute, DecodeStep, LaunchedStep, StepRow
+from ktransformers.serve.graphs.captured_step import (
+    ACTIVE,
+    ADAPTER,
+    ROW_POSITION,
+    STATES,
+    TOKEN,
+    CapturedStep,
+    Compute,
+    LaunchedStep,
+    StepInputs,
+    StepRow,
+)
 from ktransformers.serve.graphs.latent_inputs import FUSED_LATENTS, fused_latents
 from ktransformers.serve.graphs.state_arena import ArenaRows, StateArena
-from ktransformers.serve.graphs.step_table import ACTIVE, ADAPTER, POSITION, STATES, TOKEN, CacheLines, table_lines
 from ktransformers.serve.scheduler.forward import Chunk, Forward, ForwardResult, SequentialForward
 from ktransformers.serve.scheduler.lora import DEVICE_COPY_LOCK
 
-NAME = "decode steps"
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, MAX_CAPTURED_TOKENS)  # rows
+# Rows of steps of new tokens, and of steps with prompt chunks.
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, MAX_CAPTURED_TOKENS)
+CHUNK_SIZES = (64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+# Sequences of steps with prompt chunks.
+CHUNK_COLUMNS = (8, 64, MAX_CAPTURED_TOKENS)
+MAX_GRAPHS = 128
 MAX_ADAPTER_SETS = 4
 MAX_SET_BYTES = 1 << 30  # of the factors that sets of adapters have copied
 
@@ -78,14 +97,21 @@ Record = Callable[[Compute], Compute]  # one that does the same without Python
 class StepKey(NamedTuple):
     rows: int
     adapters: Adapters  # that rows may have
+    columns: int = 0  # sequences of a step with prompt chunks; 0: every row is a new token
 
     @property
     def description(self) -> str:
         names = ", ".join(adapter.name or "LoRA" for adapter in self.adapters)
-        return f"{NAME} of {self.rows} rows" + (f" with {names}" if names else "")
+        kind = "prompt" if self.columns else "decode"
+        return f"{kind} steps of {self.rows} rows" + (f" with {names}" if names else "")
+
+    @property
+    def tiles(self) -> int:
+        """At most so many tiles of prompt rows."""
+        return self.rows // TILE_ROWS + self.columns if self.columns else 0
 
 
-class DecodeGraphs:
+class StepGraphs:
     """The graphs of a model on one device. `placement` has its experts, None where it has none. `record` stands in for
     the capture in tests without a GPU. Without `overlap` no step is launched ahead."""
 
@@ -95,6 +121,7 @@ class DecodeGraphs:
         placement: Placement | None,
         record: Record | None = None,
         max_rows: int = MAX_CAPTURED_TOKENS,
+        max_chunk_rows: int = 0,
         overlap: bool = True,
     ) -> None:
         self._model: Any = model
@@ -103,27 +130,44 @@ class DecodeGraphs:
         self._record = record
         self._sizes = [*(size for size in SIZES if size < max_rows), min(max_rows, MAX_CAPTURED_TOKENS)]
         self.max_rows = self._sizes[-1]
-        self.graphs: GraphCache[StepKey, DecodeStep] = GraphCache(NAME, GraphPool(self.device))
+        self._chunk_sizes = self._sizes_of_chunks(max_chunk_rows)
+        self.graphs: GraphCache[StepKey, CapturedStep] = GraphCache(
+            "decode steps", GraphPool(self.device), max_graphs=MAX_GRAPHS
+        )
         self._base = AdapterSet((), self.device)
         self.sets: OrderedDict[Adapters, AdapterSet] = OrderedDict()  # least recently used first; without the base
         self._fused: int | None = None  # modules of latent attention with fused steps, after the first capture
         self._generation = self._current_generation()
-        self._layers: tuple[int, ...] = ()
-        self._fp8 = False  # slots are FP8
+        self._memory: BlockMemory | None = None
         self._arena: StateArena | None = None  # of a model with convolution or recurrent states
         self._overlap = overlap
         self._ahead: LaunchedStep | None = None
         self._launches = 0
         cuda = self.device.type == "cuda"
-        self._latest = torch.zeros(self.max_rows, dtype=torch.int64, device=self.device)  # tokens in, then argmax out
-        self._argmax = torch.zeros(2, self.max_rows, dtype=torch.int64, pin_memory=cuda)
+        self._latest = torch.zeros(
+            MAX_CAPTURED_TOKENS, dtype=torch.int64, device=self.device
+        )  # tokens in, then argmax out
+        self._argmax = torch.zeros(2, MAX_CAPTURED_TOKENS, dtype=torch.int64, pin_memory=cuda)
         self._events = [torch.cuda.Event() if cuda else None for _ in range(2)]  # type: ignore[no-untyped-call]
         self.replayed = 0  # steps
         self.overlapped = 0  # of these, launched ahead
         self.discarded = 0  # steps launched ahead for another batch than the next one
 
+    def _sizes_of_chunks(self, most: int) -> list[int]:
+        """Rows of steps with prompt chunks, at most so many; none: they are not captured."""
+        model = self._model
+        latents = any(hasattr(module, LATENT_ATTRIBUTE) for module in model.modules())
+        if latents or "logits_to_keep" not in inspect.signature(type(model).forward).parameters:
+            return []
+        return [size for size in CHUNK_SIZES if size < most] + [most] * bool(most)
+
     def run(self, chunks: Sequence[Chunk]) -> list[ForwardResult | None] | None:
         """As `Forward.run`, or None if this step runs eagerly. Logits are valid until the next step."""
+        if self._memory is not chunks[0].slot.memory:
+            self.clear()
+            self._memory = chunks[0].slot.memory
+        if any(len(chunk.tokens) > 1 for chunk in chunks):
+            return self._run_chunks(chunks)
         launched, rows = self._launched_for(chunks)
         if launched is None:
             return None
@@ -134,18 +178,36 @@ class DecodeGraphs:
         self.replayed += 1
         if ahead is not None:
             self._ahead = replace(ahead, inputs=[tokens[row.token] for row in ahead.rows])
-        return [
-            ForwardResult(None if ahead is not None else launched.logits[row], tokens[row] if chunk.greedy else None)
-            if chunk.wants_logits
-            else None
-            for row, chunk in zip(rows, chunks, strict=True)
-        ]
+        logits = None if ahead is not None else launched.logits
+        return _results(chunks, rows, tokens, logits)
 
-    def _launched_for(self, chunks: Sequence[Chunk]) -> tuple[LaunchedStep | None, list[int]]:
-        """The launch that computes these chunks and the row of each: the step ahead, or a new one; None: no graph."""
+    def _run_chunks(self, chunks: Sequence[Chunk]) -> list[ForwardResult | None] | None:
+        """A step with prompt chunks."""
+        self.drop_ahead()
+        self._check_generation()
+        count = sum(len(chunk.tokens) for chunk in chunks)
+        size = next((size for size in self._chunk_sizes if count <= size), None)
+        columns = next((columns for columns in CHUNK_COLUMNS if len(chunks) <= columns), None)
+        resident = self._placement is None or self._placement.all_resident
+        if size is None or columns is None or not resident or not self._fits(chunks) or chunks[0].slot.states:
+            return None
+        step = self._captured(self._key(size, chunks, columns), chunks)
+        if step is None:
+            return None
+        launched = self._launch(step, lambda which: self._load_chunks(step, which, chunks))
+        tokens = launched.wait() if any(chunk.wants_logits for chunk in chunks) else [0] * step.columns
+        self.replayed += 1
+        return _results(chunks, range(len(chunks)), tokens, launched.logits)
+
+    def _check_generation(self) -> None:
+        """Graphs that were captured with other residents are gone."""
         if self._current_generation() != self._generation:
             self.clear()
             self._generation = self._current_generation()
+
+    def _launched_for(self, chunks: Sequence[Chunk]) -> tuple[LaunchedStep | None, list[int]]:
+        """The launch that computes these chunks and the row of each: the step ahead, or a new one; None: no graph."""
+        self._check_generation()
         if self._ahead is not None:
             rows = self._ahead.rows_of(chunks)
             if rows is not None:
@@ -153,21 +215,25 @@ class DecodeGraphs:
                 self.overlapped += 1
                 return launched, rows
             self.drop_ahead()
-        size = self._size(chunks)
-        if size is None:
+        size = next((size for size in self._sizes if len(chunks) <= size), None)
+        if size is None or not self._fits(chunks):
             return None, []
-        key = self._key(size, chunks)
+        step = self._captured(self._key(size, chunks), chunks)
+        if step is None:
+            return None, []
+        return self._launch_rows(step, self._rows(chunks)), list(range(len(chunks)))
+
+    def _captured(self, key: StepKey, chunks: Sequence[Chunk]) -> CapturedStep | None:
+        """The graph, captured if it is time to."""
         step = self.graphs.get(key)
         if step is None and self.graphs.due(key):
             make = functools.partial(self._capture, key, chunks)
             step = self.graphs.capture(key, make, key.description, self._on_failure)
-        if step is None:
-            return None, []
-        if key.adapters:
+        if step is not None and key.adapters:
             self.sets.move_to_end(key.adapters)
-        return self._launch(step, self._rows(chunks)), list(range(len(chunks)))
+        return step
 
-    def _launch_ahead(self, step: DecodeStep, chunks: Sequence[Chunk], rows: Sequence[int]) -> LaunchedStep | None:
+    def _launch_ahead(self, step: CapturedStep, chunks: Sequence[Chunk], rows: Sequence[int]) -> LaunchedStep | None:
         """Queue the step after the one that computes `chunks` in `rows`; None: it cannot be known yet."""
         continues = self._overlap and self._arena is None and all(chunk.continues for chunk in chunks)
         if not continues or step.uses_host:
@@ -176,36 +242,42 @@ class DecodeGraphs:
         following = self.graphs.get(self._key(size, chunks))
         if following is None:
             return None
-        return self._launch(
-            following,
-            [
-                StepRow(chunk.slot, row, chunk.position + 1, chunk.adapter, chunk.slot.capacity)
-                for row, chunk in zip(rows, chunks, strict=True)
-            ],
-            ahead=True,
-        )
+        ahead = [
+            StepRow(chunk.slot, row, chunk.position + 1, chunk.adapter) for row, chunk in zip(rows, chunks, strict=True)
+        ]
+        return self._launch_rows(following, ahead, ahead=True)
 
-    def _launch(self, step: DecodeStep, rows: Sequence[StepRow], *, ahead: bool = False) -> LaunchedStep:
-        """Queue a step. When a launch uses a pinned buffer, the last launch but one, which used it before, has been
-        waited for."""
-        which, size = self._launches % 2, step.size
-        argmax, finished = self._argmax[which, :size], self._events[which]
+    def _launch_rows(self, step: CapturedStep, rows: Sequence[StepRow], *, ahead: bool = False) -> LaunchedStep:
+        launched = self._launch(step, lambda which: self._load(step, which, rows, ahead=ahead))
+        return replace(launched, rows=rows)
+
+    def _launch(self, step: CapturedStep, load: Callable[[int], None]) -> LaunchedStep:
+        """Queue a step whose inputs `load` writes. When a launch uses a pinned buffer, the last launch but one, which
+        used it before, has been waited for."""
+        which, count = self._launches % 2, step.columns
+        argmax, finished = self._argmax[which, :count], self._events[which]
         self._launches += 1
         with nullcontext() if finished is None else torch.cuda.device(self.device):
-            self._load(step, which, rows, ahead=ahead)
+            if finished is not None:
+                finished.synchronize()
+            load(which)
             logits = step.replay()
-            argmax.copy_(self._latest[:size], non_blocking=True)
+            argmax.copy_(self._latest[:count], non_blocking=True)
             if finished is not None:
                 finished.record(torch.cuda.current_stream(self.device))
-        return LaunchedStep(step, rows, logits, argmax, finished)
+        return LaunchedStep(step, (), logits, argmax, finished)
 
-    def _load(self, step: DecodeStep, which: int, rows: Sequence[StepRow], *, ahead: bool = False) -> None:
-        """Queue what a replay reads: the table, and the tokens in `_latest`."""
-        step.copy_table(which, rows)
+    def _load(self, step: CapturedStep, which: int, rows: Sequence[StepRow], *, ahead: bool = False) -> None:
+        """Queue what a replay of new tokens reads: the inputs, and the tokens in `_latest`."""
+        step.load(which, rows)
+        tokens = step.inputs.rows[TOKEN]
         if not ahead:
-            self._latest[: step.size].copy_(step.device_table[TOKEN])
+            self._latest[: step.size].copy_(tokens)
         elif any(row.token != index for index, row in enumerate(rows)):  # sequences have left
-            self._latest[: len(rows)] = self._latest[step.device_table[TOKEN, : len(rows)]]
+            self._latest[: len(rows)] = self._latest[tokens[: len(rows)]]
+
+    def _load_chunks(self, step: CapturedStep, which: int, chunks: Sequence[Chunk]) -> None:
+        step.load_chunks(which, chunks)
 
     def drop_ahead(self) -> None:
         """Wait for a step that was launched ahead, and forget it."""
@@ -217,39 +289,31 @@ class DecodeGraphs:
     def _current_generation(self) -> int:
         return 0 if self._placement is None else self._placement.generation
 
-    def _size(self, chunks: Sequence[Chunk]) -> int | None:
-        size = next((size for size in self._sizes if len(chunks) <= size), None)
-        if size is None or self.graphs.closed:
-            return None
-        if not self._layers:
-            self._layers, self._fp8 = tuple(sorted(chunks[0].slot.keys)), chunks[0].slot.fp8
-            self._arena = StateArena(self.max_rows) if chunks[0].slot.states else None
-        layers, states = len(self._layers), self._arena is not None
-        fits = (
-            len(chunk.tokens) == 1
-            and chunk.logits_reader is None
-            and len(chunk.slot.keys) == layers
-            and bool(chunk.slot.states) == states
-            and chunk.slot.fp8 == self._fp8
-            for chunk in chunks
-        )
-        return size if layers and all(fits) else None
+    def _fits(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether the rows of these chunks can be those of a graph."""
+        assert self._memory is not None
+        if self.graphs.closed or not self._memory.layers:
+            return False
+        if self._arena is None and chunks[0].slot.states:
+            self._arena = StateArena(self.max_rows)
+        states = self._arena is not None
+        return all(chunk.logits_reader is None and bool(chunk.slot.states) == states for chunk in chunks)
 
     def _rows(self, chunks: Sequence[Chunk]) -> list[StepRow]:
         """The rows that compute these chunks."""
         states = [0] * len(chunks) if self._arena is None else self._arena.place([chunk.slot for chunk in chunks])
         return [
-            StepRow(chunk.slot, chunk.tokens[0], chunk.position, chunk.adapter, chunk.slot.capacity, state_row)
+            StepRow(chunk.slot, chunk.tokens[0], chunk.position, chunk.adapter, state_row)
             for chunk, state_row in zip(chunks, states, strict=True)
         ]
 
-    def _key(self, size: int, chunks: Sequence[Chunk]) -> StepKey:
+    def _key(self, rows: int, chunks: Sequence[Chunk], columns: int = 0) -> StepKey:
         wanted = {chunk.adapter for chunk in chunks if chunk.adapter is not None}
         if not wanted:
-            return StepKey(size, ())
-        keys = [StepKey(size, adapters) for adapters in self.sets if wanted <= set(adapters)]
+            return StepKey(rows, (), columns)
+        keys = [StepKey(rows, adapters, columns) for adapters in self.sets if wanted <= set(adapters)]
         allowed = [key.adapters for key in keys if key not in self.graphs.refused]
-        return StepKey(size, min(allowed, key=len, default=sort_adapters(wanted)))
+        return StepKey(rows, min(allowed, key=len, default=sort_adapters(wanted)), columns)
 
     def forget(self, owner: Owner) -> None:
         """An adapter was unloaded, and no request uses it any more. Others that were refused may fit now."""
@@ -295,7 +359,7 @@ class DecodeGraphs:
         self.clear()
         return Refusal.CACHE
 
-    def _capture(self, key: StepKey, chunks: Sequence[Chunk]) -> DecodeStep:
+    def _capture(self, key: StepKey, chunks: Sequence[Chunk]) -> CapturedStep:
         if self._fused is None:
             self._fused = FUSED_LATENTS.apply(self._model)
         adapter_set = self._base
@@ -304,18 +368,24 @@ class DecodeGraphs:
         if adapter_set.bytes > MAX_SET_BYTES:
             given = f"copies of {adapter_set.bytes} bytes for linear layers"
             raise InputError("CUDA graph", given, f"{MAX_SET_BYTES} at most")
-        lines = table_lines(len(self._layers), fp8=self._fp8)
-        tables = torch.zeros(2, lines, key.rows, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        device_table = torch.zeros(lines, key.rows, dtype=torch.int64, device=self.device)
-        compute = functools.partial(self._compute, adapter_set, device_table)
+        assert self._memory is not None
+        sizes = key.rows, key.columns or key.rows, key.tiles, self._memory.longest
+        pinned = [StepInputs.allocate(*sizes, pin_memory=self.device.type == "cuda") for _ in range(2)]
+        inputs = StepInputs.allocate(*sizes, device=self.device)
         uses_host = self._placement is not None and not self._placement.all_resident
-        step = DecodeStep(tables, device_table, adapter_set, uses_host, compute)
-        rows = self._rows(chunks)
-        load = functools.partial(self._load, step, 0, rows)
+        step = CapturedStep((pinned[0], pinned[1]), inputs, adapter_set, uses_host, lambda: torch.empty(0))
+        compute = functools.partial(self._compute, step)
+        if key.columns:
+            states = list[int]()
+            load = functools.partial(self._load_chunks, step, 0, chunks)
+        else:
+            rows = self._rows(chunks)
+            states = [row.states for row in rows]
+            load = functools.partial(self._load, step, 0, rows)
         load()
         with (
             nullcontext() if self._placement is None else self._placement.capture_warmup(recaptured=True),
-            nullcontext() if self._arena is None else self._arena.preserved([row.states for row in rows]),
+            nullcontext() if self._arena is None else self._arena.preserved(states),
         ):
             record = self._record or functools.partial(self._record_on_device, load)
             step = replace(step, replay=record(compute))
@@ -324,38 +394,43 @@ class DecodeGraphs:
             self._evict_sets()
         return step
 
-    def _compute(self, adapter_set: AdapterSet, device_table: Tensor) -> Tensor:
-        arena, tokens = self._arena, self._latest[: device_table.shape[1]]
-        words = {"input_ids": tokens[None], "position_ids": device_table[POSITION][None], "use_cache": False}
+    def _compute(self, step: CapturedStep) -> Tensor:
+        arena, rows, adapter_set = self._arena, step.inputs.rows, step.adapter_set
+        latest = self._latest[: step.columns]
+        tokens = latest if step.decodes else rows[TOKEN]
+        words = {"input_ids": tokens[None], "position_ids": rows[ROW_POSITION][None], "use_cache": False}
+        if not step.decodes:
+            words["logits_to_keep"] = step.inputs.kept
+        attention = step.attention()
         with (
             torch.inference_mode(),
-            use_padding_mask(device_table[ACTIVE] != 0),
-            adapter_set.applied(device_table[ADAPTER]) as lora_of,
-            use_attention(functools.partial(self._attend, device_table, lora_of)),
+            use_padding_mask(rows[ACTIVE] != 0),
+            adapter_set.applied(rows[ADAPTER]) as lora_of,
+            use_attention(functools.partial(self._attend, attention, lora_of)),
             fused_latents(
-                functools.partial(self._attend_latents, device_table), lambda linear: lora_of(linear) is not None
+                functools.partial(self._attend_latents, attention), lambda linear: lora_of(linear) is not None
             ),
-            nullcontext() if arena is None else use_batch_states(ArenaRows(arena, device_table[STATES])),
+            nullcontext() if arena is None else use_batch_states(ArenaRows(arena, rows[STATES])),
         ):
             logits: Tensor = self._model(**words).logits[0]
-            torch.argmax(logits, -1, out=tokens)
+            torch.argmax(logits, -1, out=latest)
         return logits
 
     def _attend(
-        self, table: Tensor, lora_of: RowLoraFn, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor
+        self, step: DeviceStep, lora_of: RowLoraFn, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
+        assert self._memory is not None
         if spec.latent is None:
-            return attend_new_tokens(table, self._lines(spec), spec, query, key, value)
+            cache = self._memory.of_layer(spec.layer, key, value)
+            return paged_attention.attend(step, cache, spec, query, key, value)
         lora = lora_of(spec.latent.linear)
         loras = [] if lora is None else [(slice(None), lora)]
-        sums = self._attend_latents(table, spec, spec.latent.absorb(query, loras), key)
+        sums = self._attend_latents(step, spec, spec.latent.absorb(query, loras), key)
         return spec.latent.values_of(sums.transpose(0, 1), loras).transpose(0, 1)
 
-    def _attend_latents(self, table: Tensor, spec: AttentionSpec, query: Tensor, key: Tensor) -> Tensor:
-        return attend_latents(table, self._lines(spec), spec, query, key)
-
-    def _lines(self, spec: AttentionSpec) -> CacheLines:
-        return CacheLines.of_layer(self._layers.index(spec.layer), len(self._layers), fp8=self._fp8)
+    def _attend_latents(self, step: DeviceStep, spec: AttentionSpec, query: Tensor, key: Tensor) -> Tensor:
+        assert self._memory is not None
+        return paged_attention.attend_latents(step, self._memory.of_layer(spec.layer, key), spec, query, key)
 
     def _record_on_device(self, load: Callable[[], None], compute: Compute) -> Compute:
         def rehearse() -> None:
@@ -369,6 +444,18 @@ class DecodeGraphs:
 
         with torch.cuda.device(self.device):
             return self.graphs.pool.record(compute, rehearse)
+
+
+def _results(
+    chunks: Sequence[Chunk], rows: Sequence[int], tokens: Sequence[int], logits: Tensor | None
+) -> list[ForwardResult | None]:
+    """Of chunks whose last rows have these columns; without `logits` the next step has overwritten them."""
+    return [
+        ForwardResult(None if logits is None else logits[row], tokens[row] if chunk.greedy else None)
+        if chunk.wants_logits
+        else None
+        for row, chunk in zip(rows, chunks, strict=True)
+    ]
 
 
 @contextmanager
@@ -391,8 +478,7 @@ def uncaptured_family(forward: Forward | SequentialForward) -> str:
         return f"sequences of {forward.model.config.model_type} are computed one at a time"
     if forward.indexers:
         return "keys are selected by an index"
-    chunked = any(getattr(module, CHUNK_ATTRIBUTE, None) for module in forward.model.modules())
-    return "attention depends on chunks of positions" if chunked or forward.position_scales else ""
+    return "queries are scaled by their positions" if forward.position_scales else ""
 
 
 def why_not(forward: Forward | SequentialForward, placement: Placement | None) -> str:
@@ -406,15 +492,17 @@ def why_not(forward: Forward | SequentialForward, placement: Placement | None) -
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"the model is on {', '.join(sorted(map(str, devices)))}, not on one GPU"
     device = next(iter(devices))
-    if not decode_attention.is_supported(device):
+    if not paged_attention.is_supported(device):
         return "there is no Triton"
     layers = {name: packed_experts(module) for name, module in expert_modules(model).items()}
     missing = [name for name, kt in layers.items() if kt is None or not kt.is_placed_on(device)]
     return f"no engine has the experts of {len(missing)} layers, {missing[0]} the first" if missing else ""
 
 
-def attach_graphs(forward: Forward | SequentialForward, placement: Placement | None, launch: Launch) -> str:
-    """Let decode steps be graphs unless the launch line or the model says otherwise; returns the line to log."""
+def attach_graphs(
+    forward: Forward | SequentialForward, placement: Placement | None, launch: Launch, max_chunk_rows: int = 0
+) -> str:
+    """Let steps be graphs unless the launch line or the model says otherwise; returns the line to log."""
     off = "--disable-cuda-graph" if launch.disable_cuda_graph else ""
     off = off or ("--attention-backend torch" if launch.attention_backend == "torch" else "")
     reason = off or why_not(forward, placement)
@@ -423,5 +511,7 @@ def attach_graphs(forward: Forward | SequentialForward, placement: Placement | N
     max_rows = min(launch.cuda_graph_max_bs, launch.max_running_requests or launch.cuda_graph_max_bs)
     overlap = not launch.disable_overlap_schedule
     served: Any = forward
-    served.graphs = DecodeGraphs(forward.model, placement, max_rows=max_rows, overlap=overlap)
+    served.graphs = StepGraphs(
+        forward.model, placement, max_rows=max_rows, max_chunk_rows=max_chunk_rows, overlap=overlap
+    )
     return f"decode in CUDA graphs, batches of up to {served.graphs.max_rows} sequences"

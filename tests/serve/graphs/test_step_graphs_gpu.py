@@ -18,7 +18,7 @@ from ktransformers.place import attach
 from ktransformers.place.placement import Placement
 from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.graphs.decode_graphs import Compute, DecodeGraphs, why_not
+from ktransformers.serve.graphs.step_graphs import Compute, StepGraphs, why_not
 from ktransformers.serve.http.metrics import render
 from ktransformers.serve.loading import open_service
 from ktransformers.serve.sampling.sampling import Score
@@ -48,7 +48,7 @@ def placement(on_gpu: EngineHarness, adapters: dict[str, Path], request: pytest.
     made.place_residents(count=count)
     names = adapters.items()
     on_gpu.loaded = {name: on_gpu.lora_modules.open(path, name, 1, str(on_gpu.directory)) for name, path in names}
-    on_gpu.forward.graphs = DecodeGraphs(on_gpu.model, made)
+    on_gpu.forward.graphs = StepGraphs(on_gpu.model, made)
     assert not why_not(on_gpu.forward, made)
     yield made
     on_gpu.forward.graphs = None
@@ -92,7 +92,7 @@ def uncaptured(
         again()
         return again
 
-    graphs, harness.forward.graphs = harness.forward.graphs, DecodeGraphs(harness.model, placement, record)
+    graphs, harness.forward.graphs = harness.forward.graphs, StepGraphs(harness.model, placement, record)
     try:
         return ask(harness, harness.engine(max_running_requests=4), lengths, names)
     finally:
@@ -172,7 +172,7 @@ def test_steps_ahead_give_the_same_tokens(on_gpu: EngineHarness, placement: Plac
     at a token and leave; two have an adapter."""
 
     def decode(overlap: bool, stops: list[frozenset[int]]) -> list[list[int]]:
-        graphs = on_gpu.forward.graphs = DecodeGraphs(on_gpu.model, placement, overlap=overlap)
+        graphs = on_gpu.forward.graphs = StepGraphs(on_gpu.model, placement, overlap=overlap)
         engine, made = on_gpu.engine(max_running_requests=5), []
         for seed, stop in enumerate(stops):
             options: dict[str, Any] = {"logprobs": None, "stop_tokens": stop, "max_tokens": 40 + 7 * seed}
@@ -194,8 +194,10 @@ def test_steps_ahead_give_the_same_tokens(on_gpu: EngineHarness, placement: Plac
 
 @pytest.mark.parametrize("placement", [("resident", 2)], indirect=True, ids=str)
 def test_base_rows_are_bit_identical_beside_adapters(on_gpu: EngineHarness, placement: Placement) -> None:
+    unused = KVSlot.together(16, 64)  # graphs are captured for one memory
+
     def logits(names: list[str | None], told: int) -> torch.Tensor:
-        slots = [KVSlot(None, capacity=64) for _ in names]
+        slots = [unused.pop() for _ in names]
         adapters = [on_gpu.loaded[name] if name else None for name in names]
         graphs, on_gpu.forward.graphs = on_gpu.forward.graphs, None
         for row, (slot, adapter) in enumerate(zip(slots, adapters, strict=True)):
@@ -277,7 +279,7 @@ def test_device_sync_is_detected_before_capture(
         hook.remove()
     assert not replayed(on_gpu) and sum("synchronizing" in line for line in caplog.messages) == 1
     agree(found, launched(on_gpu, [(6, 12), (7, 12)]))
-    on_gpu.forward.graphs = DecodeGraphs(on_gpu.model, placement)
+    on_gpu.forward.graphs = StepGraphs(on_gpu.model, placement)
     agree(ask(on_gpu, on_gpu.engine(), [(6, 12)]), launched(on_gpu, [(6, 12)]))
     assert replayed(on_gpu), "nothing is left of the attempt"
 
