@@ -31,6 +31,7 @@ from tests.support.sglang_files import (
     distance,
     random_batch,
 )
+from tests.support.sglang_places import PLACES
 
 FILES = Path(os.environ.get("KT_SGLANG_FILES", ""))
 if not all((FILES / name / ".complete").exists() for name in RELEASES):
@@ -83,6 +84,17 @@ def test_layers_match_the_definition(release: Release, checkpoint: Checkpoint, g
             out = apply(method, layer, batch)
             assert out.dtype == torch.bfloat16 and out.shape == batch.hidden.shape
             assert distance(out, checkpoint.forward(index, batch)) < TOLERANCE
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_experts_of_every_place_and_format(mainline: Release, tmp_path: Path, place: str) -> None:
+    kind = PLACES[place]
+    checkpoint = kind.write(tmp_path)
+    for index, (method, layer) in enumerate(
+        mainline.layers(checkpoint, arguments(checkpoint, 3, kt_method=kind.method), DEVICE)
+    ):
+        batch = random_batch(6, DEVICE, seed=index)
+        assert distance(apply(method, layer, batch), checkpoint.forward(index, batch)) < kind.tolerance
 
 
 def test_layers_without_gpu_experts_match_the_definition(release: Release, checkpoint: Checkpoint) -> None:
