@@ -96,7 +96,8 @@ def with_yaml_keys(launch: Launch, keys: Mapping[str, Any]) -> Launch:
     if flat.get("kt_use_cuda_graph") is False:
         launch = replace(launch, disable_cuda_graph=True)
     backend = flat.get("kt_backend")
-    return replace(launch, isa=launch.isa or isa_of_backend(backend), expert_format=format_of_backend(backend))
+    encoded = launch.expert_format or format_of_backend(backend)
+    return replace(launch, isa=launch.isa or isa_of_backend(backend), expert_format=encoded)
 
 
 def yaml_template(keys: Mapping[str, Any], fallback: str | None) -> str | None:

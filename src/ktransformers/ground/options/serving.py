@@ -117,7 +117,12 @@ class ServingOptions:
     experts: Path | None = option(
         None, "--kt-weight-path --weights-path", "where the experts come from: packed, GGUF or kt-kernel's files"
     )
-    method: str | None = option(None, "--kt-method", "format of the experts; see docs/serve.md")
+    method: str | None = option(
+        None,
+        "--kt-method",
+        "a format such as int8 or int4:32 that experts are quantized to while they are loaded, or a word of SGLang's "
+        "lines; see docs/serve.md",
+    )
     deterministic: bool = option(
         False,
         "--deterministic --enable-deterministic-inference",
