@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from ktransformers.experts.peft_lora import expert_adapters
 from ktransformers.ground.errors import InputError, KTError
 from ktransformers.modeling.spec import ModelSpec
+from ktransformers.train.adapter_form import stored_as_peft
 from ktransformers.train.callbacks import GradientCheck
 from ktransformers.train.llamafactory import adapter, loading, training
 from tests.support.tiny_models import build, save
@@ -283,13 +284,13 @@ def logits(directory: Path, folder: str | Path) -> torch.Tensor:
 
 def test_kt_form_and_back(directory: Path, saved: Path) -> None:
     expected = logits(directory, saved)
-    assert adapter.stored_as_peft(str(saved)) == str(saved)
+    assert stored_as_peft(str(saved)) == str(saved)
     training.write_kt_form(saved)
     assert (saved / "kt_adapter_manifest.json").is_file() and not list(saved.glob(".kt_*"))
     assert not any("experts" in name for name in load_file(saved / "adapter_model.safetensors"))
     fused = load_file(saved / "fused_expert_lora.safetensors")
     assert len(fused) == 2 * 6 and fused["layers.0.experts.gate_lora_a"].dtype == torch.bfloat16
-    again = adapter.stored_as_peft(str(saved))
+    again = stored_as_peft(str(saved))
     assert again != str(saved)
     torch.testing.assert_close(logits(directory, again), expected, rtol=1e-3, atol=1e-3)
 
@@ -300,7 +301,7 @@ def test_gguf_adapter_is_converted(directory: Path, saved: Path, tmp_path: Path)
 
     convert(saved, tmp_path / "gguf", "gguf", base_model_name_or_path=str(directory))
     (file,) = (tmp_path / "gguf").glob("*.gguf")
-    again = adapter.stored_as_peft(str(file))
+    again = stored_as_peft(str(file))
     torch.testing.assert_close(logits(directory, again), logits(directory, saved), rtol=1e-3, atol=1e-3)
 
 

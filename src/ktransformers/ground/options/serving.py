@@ -20,6 +20,12 @@ NO_LIMIT = 2**31  # tokens of a step for --chunked-prefill-size -1
 @dataclass(frozen=True, config=CLOSED)
 class ServingOptions:
     target: str = option(..., "--model --model-path", "the same as MODEL", metavar="MODEL")
+    engine: Literal["ktransformers", "sglang"] = option(
+        "ktransformers",
+        "--engine",
+        "ktransformers, or sglang: stock SGLang's server with experts of ours, started with this line's options; see "
+        "docs/engines.md",
+    )
     lora_paths: tuple[tuple[str, str], ...] = option(
         (), "--lora-paths", "adapters to load: NAME=DIR, or DIR alone", metavar="NAME=DIR"
     )

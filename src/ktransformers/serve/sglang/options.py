@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -145,14 +146,17 @@ def _expert_adapters(args: argparse.Namespace) -> tuple[str, dict[str, str]]:
 
 
 def _adapter_of_experts(args: argparse.Namespace) -> str | None:
-    """The first adapter of the command line that has LoRA of experts. One that is not in a directory here has not been
-    downloaded, and is refused when it is loaded."""
     if args.kt_expert_lora_path:
         return str(args.kt_expert_lora_path[0])
+    given = getattr(args, "lora_paths", None) or ()
+    return first_with_experts(
+        word["lora_path"] if isinstance(word, dict) else word.partition("=")[2] or word for word in given
+    )
+
+
+def first_with_experts(paths: Iterable[str]) -> str | None:
+    """The first adapter that has LoRA of experts. One that is not in a directory here has not been downloaded, and is
+    refused when it is loaded."""
     from ktransformers.adapters import read_adapter
 
-    for given in getattr(args, "lora_paths", None) or ():
-        path = given["lora_path"] if isinstance(given, dict) else given.partition("=")[2] or given
-        if Path(path).is_dir() and read_adapter(path, verify=False).experts:
-            return str(path)
-    return None
+    return next((path for path in paths if Path(path).is_dir() and read_adapter(path, verify=False).experts), None)
