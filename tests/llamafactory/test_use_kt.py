@@ -201,6 +201,44 @@ def test_training_in_two_processes_equals_that_of_the_stock_model(train: Train) 
     require_equal_runs(*(train("0.9.5", use_kt=use_kt, processes=2) for use_kt in (True, False)))
 
 
+FSDP2 = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "FSDP",
+    "mixed_precision": "no",
+    "use_cpu": True,
+    "num_machines": 1,
+    "num_processes": 2,
+    "machine_rank": 0,
+    "rdzv_backend": "static",
+    "same_network": True,
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": True,
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+    },
+}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_fsdp2_of_accelerate_launch_trains_what_ddp_trains(
+    release: str, model: Path, train: Train, tmp_path: Path
+) -> None:
+    """`accelerate launch --config_file fsdp2_kt_bf16.yaml src/train.py X.yaml`, the form of the examples."""
+    (tmp_path / "fsdp2.yaml").write_text(yaml.safe_dump(FSDP2))
+    (tmp_path / "train.py").write_text("from llamafactory.train.tuner import run_exp\n\nrun_exp()\n")
+    keys = {**TRAINING, "model_name_or_path": str(model), "output_dir": str(tmp_path / "out"), "use_kt": True}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [str(RELEASES[release] / "bin" / "python"), "-m", "accelerate.commands.launch"]
+    command += ["--config_file", str(tmp_path / "fsdp2.yaml"), "--main_process_port", port, str(tmp_path / "train.py")]
+    printed = run([*command, write(tmp_path, {**keys, "ddp_backend": "gloo"})], environment(release))
+    assert "FSDP2: everything but the experts is sharded" in printed
+    require_equal_runs(tmp_path / "out", train("0.9.5", use_kt=True, processes=2))
+
+
 @pytest.mark.parametrize("folder", [TRANSFORMERS_5_7, PEFT_0_19], ids=lambda folder: folder.name)
 def test_training_with_the_oldest_packages(folder: Path, model: Path, train: Train, tmp_path: Path) -> None:
     keys = {**TRAINING, "model_name_or_path": str(model), "output_dir": str(tmp_path / "out"), "use_kt": True}

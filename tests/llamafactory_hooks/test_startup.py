@@ -67,6 +67,7 @@ PRINT += (
         (["chat", "kt.json"], True),
         (["train", "missing.yaml"], False),
         (["version"], False),
+        (["-m", "missing.json"], False),
     ],
 )
 def test_a_file_with_use_kt_installs_the_hooks(words: list[str], installed: bool, site: Path) -> None:

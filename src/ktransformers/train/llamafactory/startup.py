@@ -27,6 +27,7 @@ HOOKED_MODULES = {
     "llamafactory.model.model_utils.checkpointing": ("training", "use_checkpoint_context"),
     "llamafactory.model.adapter": ("adapter", "adapt_experts"),
     "llamafactory.model.loader": ("loading", "load_packed_experts"),
+    "llamafactory.train.sft.trainer": ("sharded", "shard_on_request"),
     "llamafactory.train.tuner": ("training", "check_runs"),
     "llamafactory.v1.launcher": ("versions", "refuse_v1"),
 }

@@ -2,8 +2,8 @@
 `use_kt: true`, or with USE_KT=1.
 
 Python executes lines of `.pth` files in site-packages that begin with `import` at every start; LLaMA-Factory has no
-plugins, and its launcher starts further Python processes, which run the line too. Where neither USE_KT nor a command
-line of LLaMA-Factory is, the line compares an environment variable and four words.
+plugins, and its launcher starts further Python processes, which run the line too. Where USE_KT is not set and no word
+of the command line names a YAML or JSON file, the line does nothing more.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from ktransformers.ground.files import write_text
 from ktransformers.train.llamafactory.versions import WINDOWS, check_window, installed_version
 
 PTH_NAME = "ktransformers_llamafactory.pth"
-# The program is the second word, or in a process of torchrun the third.
 PTH_TEXT = (
     'import os, sys; (os.environ.get("USE_KT", "0").lower() in ("true", "y", "1") or "USE_KT" not in os.environ '
-    'and any("llamafactory" in word or word.endswith("/lmf") for word in sys.orig_argv[1:4])) '
+    'and any("use_kt" in word or word.endswith((".yaml", ".yml", ".json")) for word in sys.orig_argv)) '
     'and __import__("ktransformers.train.llamafactory.startup")\n'
 )
 DISTRIBUTIONS = ("llamafactory", "llamafactory-kt")
