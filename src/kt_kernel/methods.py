@@ -28,7 +28,7 @@ class Method:
         if not self.formats:
             return True
         allowed = {role: format.startswith(self.formats) for role, format in formats.items()}
-        if self.bits == 8 and formats.get("up") == "int8":
+        if self.bits == 8 and formats.get("up") == "int8" and "down" in formats:
             allowed["down"] = formats["down"].startswith(("int8", "uint8"))
         return all(allowed.values())
 

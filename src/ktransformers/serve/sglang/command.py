@@ -18,6 +18,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kt_kernel.methods import method_for
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.options.cache import CacheOptions
 from ktransformers.ground.options.field import options_of
@@ -51,9 +52,6 @@ READ = (
     *("memory", "gpus", "tool_call_parser", "reasoning_parser", "expert_format", "place", "notes", "force", "device"),
 )
 READ_PLACED = ("kt_num_gpu_experts", "kt_place")
-# Format of the experts in the files -> --kt-method; LLAMAFILE takes any other.
-METHODS = {"bf16": "BF16", "fp8": "FP8", "int4": "RAWINT4", "mxfp4": "MXFP4", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
-ANY_METHOD = "LLAMAFILE"
 # SGLang's words where they differ from those of our tables.
 CALL_WORDS = {"mistral_list": "mistral"}
 REASONING_OF_CALLS = {"glm45": "glm45", "glm47": "glm45", "kimi_k2": "kimi_k2", "minimax-m2": "minimax"}
@@ -198,7 +196,7 @@ def method_of(launch: Launch, plan: Plan | None, experts: Path | None) -> str:
         return "AMXINT8"
     if launch.method is not None and launch.method.upper() not in ("AUTO", "AMXBF16"):
         return launch.method.upper()
-    return METHODS.get(plan.model.stored, ANY_METHOD) if plan is not None and experts is None else ANY_METHOD
+    return method_for({"up": plan.model.stored}) if plan is not None and experts is None else "LLAMAFILE"
 
 
 def parsers(launch: Launch, target: Target) -> tuple[str | None, str | None]:
