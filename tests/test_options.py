@@ -27,6 +27,7 @@ SAMPLES: dict[str, Any] = {
     "--dtype": "float32",
     "--kv-cache-dtype": "fp8",
     "--kt-method": "AMXINT8",
+    "--engine": "sglang",
     "--kt-expert-partition": "layers",
     "--attention-backend": "torch",
     "--dense-dtype": "fp8",
@@ -184,7 +185,7 @@ def test_names_defaults_and_meanings_are_those_of_the_record(table: str) -> None
 def test_record_has_every_flag_and_key() -> None:
     recorded = read_record()
     assert len(recorded["kt run"]) == 5
-    assert len([flag for flag in recorded["kt serve"].values() if flag["help"] != argparse.SUPPRESS]) == 68 + 3
+    assert len([flag for flag in recorded["kt serve"].values() if flag["help"] != argparse.SUPPRESS]) == 69 + 3
     assert len(recorded["keys of training"]) == 70 and len(recorded["keys of serving"]) == 39
 
 

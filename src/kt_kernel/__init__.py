@@ -7,6 +7,7 @@ names are resolved when they are first used. `__version__` is the version of the
 
 from __future__ import annotations
 
+import os
 import sys
 
 from kt_kernel import kt_kernel_ext
@@ -44,3 +45,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_MODULE_OF, *_OF_EXTENSION})
+
+
+if os.environ.get("KT_KERNEL_DEBUG") == "1":
+    kt_kernel_ext.cpu_variant()  # the core says how it chose

@@ -8,8 +8,6 @@ neither torch nor the native core.
 
 from __future__ import annotations
 
-import os
-
 TYPE_CHECKING = False  # as typing has it; typing and dataclasses take longer to import than all of this
 if TYPE_CHECKING:
     from typing import Any, ClassVar
@@ -18,15 +16,9 @@ if TYPE_CHECKING:
 
     Task = tuple[int, int]  # addresses: function, argument
 
-VARIANTS = {  # of kt-kernel, and the CPU flags that each one requires
-    "amx": ("amx_tile", "amx_int8", "amx_bf16", "avx512f", "avx512bw", "avx512_vnni", "avx512_vbmi", "avx512_bf16"),
-    "avx512_bf16": ("avx512f", "avx512bw", "avx512_vnni", "avx512_vbmi", "avx512_bf16"),
-    "avx512_vbmi": ("avx512f", "avx512bw", "avx512_vnni", "avx512_vbmi"),
-    "avx512_vnni": ("avx512f", "avx512bw", "avx512_vnni"),
-    "avx512_base": ("avx512f", "avx512bw"),
-    "avx2": ("avx2",),
-}
-INT8_KERNELS = {"amx": "amx-int8", "avx2": "ktransformers", "generic": "ktransformers"}  # others: avx512-vnni
+KT_NAMES = {"avx512": "avx512_base", "avx_vnni": "avx2"}  # kt-kernel's names of variants that have another one here
+INT8_KERNELS = {"amx": "amx-int8"} | dict.fromkeys(("avx512_bf16", "avx512_vnni", "avx512_base"), "avx512-vnni")
+STREAM_METHODS = ("submit_with_cuda_stream", "sync_with_cuda_stream")  # of CPUInfer, where CUDA is
 USE_INSTEAD = {
     "moe": "kt_kernel.KTMoEWrapper, which chooses the kernel by `method`",
     "linear": "torch.nn.functional.linear",
@@ -98,11 +90,20 @@ class CPUInfer:
         if self._tasks is not None:
             self._tasks.wait(allow_n_pending)
 
-    def submit_with_cuda_stream(self, stream: int, task: Task) -> None:
+    def __getattr__(self, name: str) -> Any:
+        """Programs ask `hasattr(infer, "submit_with_cuda_stream")` whether there is CUDA."""
+        if name in STREAM_METHODS:
+            import torch
+
+            if torch.cuda.is_available():
+                return getattr(self, f"_{name}")
+        raise AttributeError(f"CPUInfer has no {name}" + (" without CUDA" if name in STREAM_METHODS else ""))
+
+    def _submit_with_cuda_stream(self, stream: int, task: Task) -> None:
         """`submit` in the order of the stream, at every replay if it is being captured."""
         self._queue_step(stream, *task, 0)
 
-    def sync_with_cuda_stream(self, stream: int, allow_n_pending: int = 0) -> None:
+    def _sync_with_cuda_stream(self, stream: int, allow_n_pending: int = 0) -> None:
         """The stream waits as `sync` does; the calling thread goes on."""
         self._queue_step(stream, 0, 0, allow_n_pending)
 
@@ -126,27 +127,17 @@ class CPUInfer:
 
 
 def cpu_variant() -> str:
-    """kt-kernel's name for the best variant of this CPU, KT_KERNEL_CPU_VARIANT if that is set; "generic" where the CPU
-    has none of them."""
-    if forced := os.environ.get("KT_KERNEL_CPU_VARIANT"):
-        return forced
-    try:
-        with open("/proc/cpuinfo") as file:
-            line = next((line for line in file if line.startswith("flags")), "")
-    except OSError:
-        line = ""
-    flags = {flag.replace("_", "") for flag in line.split()}
-    for variant, required in VARIANTS.items():
-        if {flag.replace("_", "") for flag in required} <= flags:
-            return variant
-    return "generic"
+    """kt-kernel's name of the variant that the core computes with; the core's own where kt-kernel has none."""
+    from ktransformers import _core
+
+    return KT_NAMES.get(_core.isa(), _core.isa())
 
 
 def __getattr__(name: str) -> Any:
     if name == "__cpu_variant__":
         return cpu_variant()
     if name == "__int8_kernel__":
-        return INT8_KERNELS.get(cpu_variant(), "avx512-vnni")
+        return INT8_KERNELS.get(cpu_variant(), "ktransformers")
     if name in LAYOUTS:
         return LAYOUTS[name]
     if name in USE_INSTEAD:

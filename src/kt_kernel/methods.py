@@ -23,13 +23,13 @@ class Method:
     native: bool = False  # a released format, which can be written back in its own layout
 
     def takes(self, formats: Mapping[str, str]) -> bool:
-        """Whether gate, up and down in these formats are used as they are. INT8 in several NUMA parts has no format of
-        ours for down, which is read as bf16."""
+        """Whether gate, up and down in these formats are used as they are. INT8 in several NUMA parts has groups in
+        down, one for each part."""
         if not self.formats:
             return True
         allowed = {role: format.startswith(self.formats) for role, format in formats.items()}
-        if self.bits == 8 and formats.get("down") == "bf16" and formats.get("up") == "int8":
-            allowed["down"] = True
+        if self.bits == 8 and formats.get("up") == "int8" and "down" in formats:
+            allowed["down"] = formats["down"].startswith(("int8", "uint8"))
         return all(allowed.values())
 
 

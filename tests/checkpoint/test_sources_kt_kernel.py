@@ -45,7 +45,7 @@ def test_tree_and_merged_files_are_read(method: str, parts: int, form: str, tmp_
     source = open_source(tmp_path / form)
     layer = source.layer(MODULE, KT_SHAPE)
     inner = "int8" if method == "INT8" else "int4:0:f32"
-    down = inner if parts == 1 else "bf16" if method == "INT8" else f"int4:{512 // parts}:f32"
+    down = inner if parts == 1 else f"{'uint8' if method == 'INT8' else 'int4'}:{512 // parts}:f32"
     assert layer.formats == {"gate": inner, "up": inner, "down": down}
     same(numbers(layer), expected)
     names = {"model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight", "lm_head.weight"}

@@ -1,4 +1,4 @@
-"""`kt_kernel_ext.CPUInfer` without CUDA: tasks run in order, waiting leaves as many as allowed."""
+"""`kt_kernel_ext`: the variant that is loaded, and `CPUInfer` without CUDA, whose tasks run in order."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import threading
 import pytest
 
 from kt_kernel.kt_kernel_ext import CPUInfer, WorkerPoolConfig
+from ktransformers import _core
+from tests.support.forked import python
 
 
 def c_function(act: object) -> tuple[object, int]:
@@ -52,3 +54,32 @@ def test_wrong_arguments() -> None:
     infer.sync()  # nothing was submitted
     with pytest.raises(ValueError, match="function"):
         infer.submit((0, 0))
+
+
+def test_streams_are_there_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of kt-kernel's guide."""
+    for available in (False, True):
+        monkeypatch.setattr("torch.cuda.is_available", lambda available=available: available)
+        assert hasattr(CPUInfer(4), "submit_with_cuda_stream") is available
+        assert hasattr(CPUInfer(4), "sync_with_cuda_stream") is available
+
+
+def test_variant_is_the_one_that_is_loaded() -> None:
+    program = (
+        "import kt_kernel, sys; print(kt_kernel.__cpu_variant__, kt_kernel.__int8_kernel__, 'torch' in sys.modules)"
+    )
+    usable = {variant["name"] for variant in _core.variants() if variant["native"] or variant["emulated"]}
+    names = {"generic": "generic", "avx2": "avx2", "avx512": "avx512_base", "avx512_vnni": "avx512_vnni", "amx": "amx"}
+    kernels = {"amx": "amx-int8", "avx512_base": "avx512-vnni", "avx512_vnni": "avx512-vnni"}
+    for ours, theirs in names.items():
+        if ours in usable:
+            words = python(program, KT_ISA=ours).stdout.split()
+            assert words == [theirs, kernels.get(theirs, "ktransformers")]
+    wrong = python(program, KT_KERNEL_CPU_VARIANT="avx3")
+    assert wrong.returncode == 1 and "KT_KERNEL_CPU_VARIANT=avx3" in wrong.stderr
+
+
+def test_debug_switch_shows_the_detection() -> None:
+    done = python("import kt_kernel", KT_KERNEL_DEBUG="1")
+    assert done.returncode == 0 and "chosen, the best native one" in done.stderr
+    assert not python("import kt_kernel").stderr

@@ -33,6 +33,7 @@ try:  # this folder has its name, so an import would prove nothing
 except importlib.metadata.PackageNotFoundError:
     pytest.skip("LLaMA-Factory is not installed: make test-llamafactory", allow_module_level=True)
 
+from ktransformers.adapters import convert
 from ktransformers.modeling.prepare import prepare
 from tests.support.tiny_models import build, save
 from tests.support.training_files import SEEDS
@@ -82,10 +83,11 @@ TOKENS = 8  # of an answer
 Train = Callable[..., Path]
 
 
-def environment(release: str, use_kt: bool, **variables: str) -> dict[str, str]:
+def environment(release: str, **variables: str) -> dict[str, str]:
+    """Without USE_KT: the files say `use_kt: true`."""
     env = {name: value for name, value in os.environ.items() if name not in ("USE_KT", "PYTHONPATH")}
     env |= {"PATH": f"{RELEASES[release] / 'bin'}:{env['PATH']}", "OMP_NUM_THREADS": "1"}
-    return env | ({"USE_KT": "1"} if use_kt else {}) | variables
+    return env | variables
 
 
 def run(command: list[str], env: dict[str, str], *, typed: str = "", fails: bool = False) -> str:
@@ -97,15 +99,13 @@ def run(command: list[str], env: dict[str, str], *, typed: str = "", fails: bool
 def kt(release: str, *words: str) -> str:
     """`kt` of the environment; the second venv has no script of its own."""
     code = "from ktransformers.cli.main import main; main()"
-    return run([str(RELEASES[release] / "bin" / "python"), "-c", code, *words], environment(release, use_kt=False))
+    return run([str(RELEASES[release] / "bin" / "python"), "-c", code, *words], environment(release))
 
 
-def llamafactory(
-    *words: str, release: str, use_kt: bool = True, typed: str = "", fails: bool = False, **variables: str
-) -> str:
+def llamafactory(*words: str, release: str, typed: str = "", fails: bool = False, **variables: str) -> str:
     """Runs `llamafactory-cli` and returns what it printed."""
     command = str(RELEASES[release] / "bin" / "llamafactory-cli")
-    return run([command, *words], environment(release, use_kt, **variables), typed=typed, fails=fails)
+    return run([command, *words], environment(release, **variables), typed=typed, fails=fails)
 
 
 def write(folder: Path, keys: dict[str, Any]) -> str:
@@ -158,7 +158,7 @@ def train(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
         keys |= {"use_kt": True} if use_kt else {"lora_target": EXPERTS}
         keys |= {"ddp_backend": "gloo"} if processes > 1 else {}
         variables = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(processes)} if processes > 1 else {}
-        printed = llamafactory("train", write(folder, keys), release=release, use_kt=use_kt, **variables)
+        printed = llamafactory("train", write(folder, keys), release=release, **variables)
         assert printed.count("bytes packed") == (processes * LAYERS if use_kt else 0)
         return folder / "out"
 
@@ -199,6 +199,44 @@ def test_training_on_a_gpu_equals_that_of_the_stock_model(train: Train) -> None:
 def test_training_in_two_processes_equals_that_of_the_stock_model(train: Train) -> None:
     """DDP; the processes that torchrun starts have the hooks too."""
     require_equal_runs(*(train("0.9.5", use_kt=use_kt, processes=2) for use_kt in (True, False)))
+
+
+FSDP2 = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "FSDP",
+    "mixed_precision": "no",
+    "use_cpu": True,
+    "num_machines": 1,
+    "num_processes": 2,
+    "machine_rank": 0,
+    "rdzv_backend": "static",
+    "same_network": True,
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": True,
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+    },
+}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_fsdp2_of_accelerate_launch_trains_what_ddp_trains(
+    release: str, model: Path, train: Train, tmp_path: Path
+) -> None:
+    """`accelerate launch --config_file fsdp2_kt_bf16.yaml src/train.py X.yaml`, the form of the examples."""
+    (tmp_path / "fsdp2.yaml").write_text(yaml.safe_dump(FSDP2))
+    (tmp_path / "train.py").write_text("from llamafactory.train.tuner import run_exp\n\nrun_exp()\n")
+    keys = {**TRAINING, "model_name_or_path": str(model), "output_dir": str(tmp_path / "out"), "use_kt": True}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [str(RELEASES[release] / "bin" / "python"), "-m", "accelerate.commands.launch"]
+    command += ["--config_file", str(tmp_path / "fsdp2.yaml"), "--main_process_port", port, str(tmp_path / "train.py")]
+    printed = run([*command, write(tmp_path, {**keys, "ddp_backend": "gloo"})], environment(release))
+    assert "FSDP2: everything but the experts is sharded" in printed
+    require_equal_runs(tmp_path / "out", train("0.9.5", use_kt=True, processes=2))
 
 
 @pytest.mark.parametrize("folder", [TRANSFORMERS_5_7, PEFT_0_19], ids=lambda folder: folder.name)
@@ -263,7 +301,7 @@ def api(file: str, log: Path, release: str) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [str(RELEASES[release] / "bin" / "llamafactory-cli"), "api", file]
-    env = environment(release, use_kt=True, API_HOST="127.0.0.1", API_PORT=str(port))
+    env = environment(release, API_HOST="127.0.0.1", API_PORT=str(port))
     with log.open("w") as output:
         server = subprocess.Popen(command, stdout=output, stderr=output, env=env)
     try:
@@ -299,6 +337,9 @@ def test_chat_and_api_answer_as_stock_peft(release: str, model: Path, train: Tra
     with api(file, tmp_path / "log", release) as url:
         assert ask(url) == adapted
     assert (tmp_path / "log").read_text().count("bytes packed") == LAYERS
+    convert(trained, tmp_path / "gguf", "gguf", base_model_name_or_path=str(model))
+    (gguf,) = (tmp_path / "gguf").glob("*.gguf")
+    assert chat(release, asking(model, gguf, tmp_path)) == adapted.strip()
 
 
 @pytest.fixture(scope="module")
@@ -407,7 +448,7 @@ def test_prepared_directory_trains_under_kt_with(model: Path, train: Train, tmp_
     keys = {**TRAINING, "model_name_or_path": str(tmp_path / "prepared"), "output_dir": str(tmp_path / "out")}
     file = write(tmp_path, {**keys, "lora_target": EXPERTS})
     program = [str(VENV / "bin" / "kt"), "with", "--", "llamafactory-cli", "train", file]
-    printed = run(program, environment("0.9.5", use_kt=False, KT_LOG="info"))
+    printed = run(program, environment("0.9.5", KT_LOG="info"))
     assert printed.count("bytes packed") == LAYERS
     require_equal_runs(tmp_path / "out", train("0.9.5", use_kt=False))
 

@@ -90,6 +90,8 @@ def test_backend_of_older_releases_is_that_of_transformers(monkeypatch: pytest.M
     model_class, _ = extended(monkeypatch, "0.9.5")
     assert model_class(use_kt=True, infer_backend="ktransformers").infer_backend == EngineName.HF
     assert model_class(infer_backend="vllm").infer_backend == EngineName.VLLM
+    with pytest.raises(InputError, match=r"infer_backend: given vllm, expected huggingface .*--engine sglang"):
+        model_class(use_kt=True, infer_backend="vllm")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ the form of the adapter; its functions are made up, models and PEFT are real."""
 
 from __future__ import annotations
 
+import os
 import types
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from transformers import AutoModelForCausalLM
 from ktransformers.experts.peft_lora import expert_adapters
 from ktransformers.ground.errors import InputError, KTError
 from ktransformers.modeling.spec import ModelSpec
+from ktransformers.parallel.sharding import ShardOptions
+from ktransformers.train.adapter_form import stored_as_peft
 from ktransformers.train.callbacks import GradientCheck
-from ktransformers.train.llamafactory import adapter, loading, training
+from ktransformers.train.divided_trainer import DividedModel
+from ktransformers.train.llamafactory import adapter, loading, sharded, training
 from tests.support.tiny_models import build, save
 
 TOKENS = torch.arange(1, 25).view(2, 12)
@@ -283,13 +287,13 @@ def logits(directory: Path, folder: str | Path) -> torch.Tensor:
 
 def test_kt_form_and_back(directory: Path, saved: Path) -> None:
     expected = logits(directory, saved)
-    assert adapter.stored_as_peft(str(saved)) == str(saved)
+    assert stored_as_peft(str(saved)) == str(saved)
     training.write_kt_form(saved)
     assert (saved / "kt_adapter_manifest.json").is_file() and not list(saved.glob(".kt_*"))
     assert not any("experts" in name for name in load_file(saved / "adapter_model.safetensors"))
     fused = load_file(saved / "fused_expert_lora.safetensors")
     assert len(fused) == 2 * 6 and fused["layers.0.experts.gate_lora_a"].dtype == torch.bfloat16
-    again = adapter.stored_as_peft(str(saved))
+    again = stored_as_peft(str(saved))
     assert again != str(saved)
     torch.testing.assert_close(logits(directory, again), expected, rtol=1e-3, atol=1e-3)
 
@@ -300,7 +304,7 @@ def test_gguf_adapter_is_converted(directory: Path, saved: Path, tmp_path: Path)
 
     convert(saved, tmp_path / "gguf", "gguf", base_model_name_or_path=str(directory))
     (file,) = (tmp_path / "gguf").glob("*.gguf")
-    again = adapter.stored_as_peft(str(file))
+    again = stored_as_peft(str(file))
     torch.testing.assert_close(logits(directory, again), logits(directory, saved), rtol=1e-3, atol=1e-3)
 
 
@@ -313,10 +317,12 @@ def fake_tuner(output: Path, callbacks: list[Any], **keys: Any) -> Any:
     model_args = types.SimpleNamespace(**values)
     data_args = types.SimpleNamespace(cutoff_len=16)
     training_args = types.SimpleNamespace(
-        per_device_train_batch_size=2, n_gpu=0, fsdp=[], deepspeed=None, do_train=True, should_save=True
+        per_device_train_batch_size=2, n_gpu=0, fsdp=[], deepspeed=None, do_train=True, should_save=True, use_cpu=True
     )
+    training_args.optim, training_args.fp16 = keys.get("optim", "adamw_torch"), False
     training_args.output_dir = str(output)
     finetuning_args = types.SimpleNamespace(finetuning_type=keys.get("finetuning_type", "lora"))
+    finetuning_args.stage, model_args.model_name_or_path = keys.get("stage", "sft"), "model"
     module = FakeTuner(
         get_train_args=lambda args=None: (model_args, data_args, training_args, finetuning_args, None),
         get_infer_args=lambda args=None: (model_args, data_args, finetuning_args, None),
@@ -349,10 +355,34 @@ def test_other_finetuning_is_refused(tmp_path: Path) -> None:
         fake_tuner(tmp_path, [], finetuning_type="freeze")._training_function({"args": None, "callbacks": []})
 
 
-def test_fsdp_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(InputError, match="given FSDP, expected one process, or several as DDP"):
-        fake_tuner(tmp_path, [])._training_function({"args": None, "callbacks": []})
+class FakeTrainer:
+    """LLaMA-Factory's, of which the options of sharding are recorded."""
+
+    def __init__(self, given: int) -> None:
+        self.given = given
+
+
+def test_fsdp2_of_accelerate_is_taken_from_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("KT_GRAPHS", "")
+    monkeypatch.setattr(sharded, "_requested", {"options": None})
+    asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}
+    shards: list[Any] = []
+    monkeypatch.setattr(DividedModel, "shard", lambda self, options: shards.append(options))
+    module = types.SimpleNamespace(CustomSeq2SeqTrainer=FakeTrainer)
+    sharded.shard_on_request(module)
+    assert module.CustomSeq2SeqTrainer(1).given == 1 and shards == []
+    for refused, message in (({"stage": "dpo"}, "dpo under FSDP2"), ({"optim": "adafactor"}, "optim: given adafactor")):
+        for name, value in asked.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(InputError, match=message):
+            fake_tuner(tmp_path, [], **refused)._training_function({"args": None, "callbacks": []})
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    fake_tuner(tmp_path, [])._training_function({"args": None, "callbacks": []})
+    module.CustomSeq2SeqTrainer(2)
+    assert shards == [ShardOptions(reshard_after_forward=False)]
+    assert not {"ACCELERATE_USE_FSDP", "FSDP_VERSION"} & os.environ.keys()
 
 
 def test_export_loads_the_stock_model(tmp_path: Path) -> None:

@@ -50,8 +50,44 @@ def test_hooks_are_installed_if_use_kt_is_set(use_kt: str | None, installed: boo
     assert ("ktransformers.train.llamafactory.startup" in printed) == installed and "'torch'" not in printed
 
 
+PRINT = "import sys; print('ktransformers.train.llamafactory.startup' in sys.modules and "
+PRINT += (
+    "any(type(finder).__name__ == 'ImportHook' for finder in sys.meta_path), __import__('os').environ.get('USE_KT'))"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "installed"),
+    [
+        (["train", "kt.yaml"], True),
+        (["train", "plain.yaml"], False),
+        (["train", "plain.yaml", "use_kt=true"], True),
+        (["train", "plain.yaml", "--use_kt", "true"], True),
+        (["train", "off.yaml"], False),
+        (["chat", "kt.json"], True),
+        (["train", "missing.yaml"], False),
+        (["version"], False),
+        (["-m", "missing.json"], False),
+    ],
+)
+def test_a_file_with_use_kt_installs_the_hooks(words: list[str], installed: bool, site: Path) -> None:
+    """`llamafactory-cli train X.yaml` as typed; children find USE_KT set."""
+    (site / "kt.yaml").write_text("model_name_or_path: x\nuse_kt: true  # experts on the CPU\n")
+    (site / "kt.json").write_text('{"model_name_or_path": "x", "use_kt": true}')
+    (site / "plain.yaml").write_text("model_name_or_path: x\n# use_kt: true\n")
+    (site / "off.yaml").write_text("use_kt: false\n")
+    (site / "llamafactory-cli").write_text(f"import site; site.addsitedir({str(site)!r}); {PRINT}\n")
+    env = {name: value for name, value in os.environ.items() if name != "USE_KT"} | {"PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, "llamafactory-cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=site, timeout=120)
+    assert done.stdout.split() == [str(installed), "1" if installed else "None"], done.stderr
+    off = subprocess.run(command, capture_output=True, text=True, env=env | {"USE_KT": "0"}, cwd=site, timeout=120)
+    assert off.stdout.split()[0] == "False"
+
+
 def test_line_costs_less_than_a_millisecond_without_use_kt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("USE_KT", raising=False)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", "pass"])
     assert switch.PTH_TEXT.startswith("import ") and switch.PTH_TEXT.count("\n") == 1, "or Python takes it for a path"
     seconds = []
     for _ in range(20):

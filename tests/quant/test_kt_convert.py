@@ -7,6 +7,7 @@ import importlib.util
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -278,15 +279,38 @@ def test_damaged_layer_is_written_again(merged: bool, source: Path, tmp_path: Pa
     assert open_source(again.directory).layer("model.layers.0.mlp.experts", SHAPE)
 
 
+def test_biases_and_other_gates_are_kept(tmp_path: Path) -> None:
+    """gpt-oss: clamped gates, biases, fused and transposed matrices."""
+    model = tiny(tmp_path / "oss", "gpt_oss", hidden_size=128, intermediate_size=128)
+    plan = plan_kt(Origin(model), 8, 1, threads=2)
+    assert plan.origin.notes[-1].startswith("swiglu_oai gates with limit 7 and biases: ktransformers computes them")
+    done = convert_kt(plan, tmp_path / "out")
+    shape = plan.origin.layers[0].contract.shape
+    module = plan.origin.layers[0].module
+    chunks, opened = list(open_source(done.directory).layer(module, shape).chunks()), open_source(model)
+    for expert, matrices in plan.origin.layers[0].experts():
+        for role in ("gate_bias", "up_bias", "down_bias"):
+            assert torch.equal(chunks[expert].tensors[role], matrices[role][0].float())
+    assert {tensor.name for tensor in open_source(done.directory).rest()} == {tensor.name for tensor in opened.rest()}
+    expected, found = (
+        logits(load_model(model, dtype=torch.float32)),
+        logits(load_model(done.directory, dtype=torch.float32)),
+    )
+    assert float((found - expected).norm() / expected.norm()) < 0.03
+    with pytest.raises(InputError, match="biases in"):
+        open_source(done.directory).layer(module, replace(shape, biased=False))
+
+
 def test_impossible_conversions_are_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for directory, bits, parts, message in (
         (tiny(tmp_path / "small"), 4, 1, r"gate of 64 x 64 in 1 NUMA parts, expected .* 128 columns for INT4"),
         (source, 8, 0, "threadpool-count: given 0"),
         (source, 8, 5, "gate of 768 x 128 in 5 NUMA parts"),
-        (tiny(tmp_path / "oss", "gpt_oss"), 8, 1, "given biases, expected experts with silu gates"),
     ):
         with pytest.raises(InputError, match=message):
             write(directory, tmp_path / "out", bits, parts)
+    with pytest.raises(InputError, match=r"given biases, and a tree of \.kt files"):
+        write(tiny(tmp_path / "oss", "gpt_oss"), tmp_path / "out", 8, 1, merged=False)
     with pytest.raises(InputError, match=r"layers: given 7, expected layers with experts, 0 to 1"):
         write(source, tmp_path / "out", 8, 1, layers={7})
     (tmp_path / "full").mkdir()
@@ -448,12 +472,16 @@ def test_command(source: Path, tmp_path: Path) -> None:
     assert words["out_bytes"] - words["rest_bytes"] == done["out_bytes"]
     for flags, message in (
         (("--group", 64), "group: given 64 with --layout kt-kernel"),
-        (("--format", "moe_int8"), "its bytes depend on the library of the build"),
         (("--format", "fp8:row"), "int4 or int8 with --layout kt-kernel"),
         (("--layout", "sglang"), "layout: given sglang, expected packed or kt-kernel"),
     ):
         with pytest.raises(InputError, match=message):
             kt(mine, "--layout", "kt-kernel", *flags)
+    older = json.loads(kt(mine, "--layout", "kt-kernel", "--quant-method", "moe_int8", "--dry-run", "--json"))
+    assert older["method"] == "AMXINT8"
+    odd = tiny(tmp_path / "odd", hidden_size=128, moe_intermediate_size=1408, num_experts=2)
+    words = ["--layout", "kt-kernel", "--threadpool-count", 2, "-o", tmp_path / "odd-int4", "--json"]
+    assert json.loads(kt(odd, *words))["threadpool_count"] == 1  # 704 columns are no multiple of 128
     with pytest.raises(InputError, match="--layout kt-kernel --format int4"):
         kt(mine, "--format", "AMXINT4", "-o", tmp_path / "packed")
 

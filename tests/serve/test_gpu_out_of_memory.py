@@ -147,7 +147,7 @@ def test_a_server_answers_503_with_advice_and_goes_on(
             message = answer["error"]["message"]
             check_shortage(message, limit)
             order = [f"--chunked-prefill-size (now {LARGE}, planned", "--max-running-requests (now 4)"]
-            order += ["int8 experts by `kt quant --format int8` (now bf16", "--max-total-tokens (now "]
+            order += ["int8 experts by --kt-method int8 (now bf16", "--max-total-tokens (now "]
             places = [message.index(words) for words in order]
             assert places == sorted(places), message
             long.join()

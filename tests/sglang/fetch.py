@@ -25,7 +25,10 @@ FILES = (
     "sglang/srt/layers/moe/fused_moe_triton/layer.py",
     "sglang/srt/lora/lora_manager.py",
     "sglang/srt/model_executor/runner/decode_cuda_graph_runner.py",
+    "sglang/srt/function_call/function_call_parser.py",
+    "sglang/srt/parser/reasoning_parser.py",
     "sglang/launch_server.py",
+    "sglang/cli/main.py",
 )
 PLATFORMS = ("manylinux_2_35_x86_64", "manylinux_2_34_x86_64", "manylinux2014_x86_64", "any")
 

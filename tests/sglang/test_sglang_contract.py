@@ -18,6 +18,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ktransformers.ground.options.field import options_of
+from ktransformers.ground.options.placement import PlacementOptions
+from ktransformers.serve.flags import Launch
+from ktransformers.serve.formats.families import CALLS, THINKING
+from ktransformers.serve.sglang.command import CALL_WORDS, REASONING_OF_CALLS, SWITCHES, VALUES
 from tests.sglang.fetch import RELEASES
 from tests.support.sglang_files import (
     EXPERTS,
@@ -31,6 +36,7 @@ from tests.support.sglang_files import (
     distance,
     random_batch,
 )
+from tests.support.sglang_places import PLACES
 
 FILES = Path(os.environ.get("KT_SGLANG_FILES", ""))
 if not all((FILES / name / ".complete").exists() for name in RELEASES):
@@ -83,6 +89,36 @@ def test_layers_match_the_definition(release: Release, checkpoint: Checkpoint, g
             out = apply(method, layer, batch)
             assert out.dtype == torch.bfloat16 and out.shape == batch.hidden.shape
             assert distance(out, checkpoint.forward(index, batch)) < TOLERANCE
+
+
+def test_flags_and_parsers_of_kt_serve_are_those_of_the_release(mainline: Release) -> None:
+    """What `kt serve --engine sglang` may write into a command line; 0.5.23 declares its flags in many files."""
+    options = {**options_of(Launch), **options_of(PlacementOptions)}
+    flags = {options[name].flags[0] for name in (*VALUES, *SWITCHES)}
+    flags |= {"--model-path", "--served-model-name", "--tp-size", "--mem-fraction-static", "--tool-call-parser"}
+    flags |= {"--reasoning-parser", "--enable-lora", "--lora-backend", "--lora-paths", "--kt-weight-path"}
+    flags |= {"--kt-method", "--kt-cpuinfer", "--kt-threadpool-count", "--kt-num-gpu-experts"}
+    if mainline.name == "sglang-0.5.17":
+        source = (mainline.files / "sglang/srt/server_args.py").read_text()
+        missing = [flag for flag in flags if f"    {flag[2:].replace('-', '_')}: A[" not in source]
+        assert missing == []
+    for file, ours in (
+        ("function_call/function_call_parser.py", {CALL_WORDS.get(name, name) for name in CALLS}),
+        ("parser/reasoning_parser.py", {*THINKING, *REASONING_OF_CALLS.values()}),
+    ):
+        source = (mainline.files / "sglang/srt" / file).read_text()
+        assert [name for name in ours if f'"{name}": ' not in source] == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_experts_of_every_place_and_format(mainline: Release, tmp_path: Path, place: str) -> None:
+    kind = PLACES[place]
+    checkpoint = kind.write(tmp_path)
+    for index, (method, layer) in enumerate(
+        mainline.layers(checkpoint, arguments(checkpoint, 3, kt_method=kind.method), DEVICE)
+    ):
+        batch = random_batch(6, DEVICE, seed=index)
+        assert distance(apply(method, layer, batch), checkpoint.forward(index, batch)) < kind.tolerance
 
 
 def test_layers_without_gpu_experts_match_the_definition(release: Release, checkpoint: Checkpoint) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ktransformers.ground.errors import InputError
 from ktransformers.serve.sglang.options import OPTIONS_VARIABLE, ServerOptions, add_arguments, read_options
 from ktransformers.serve.sglang.placement import place_experts
 from ktransformers.serve.sglang.plugin import may_have_kt_flags
+from tests.support.sglang_adapters import write_expert_adapter
 
 LAYERS, EXPERTS = 4, 6
 
@@ -37,6 +39,7 @@ def parse(model: Path, *words: str) -> argparse.Namespace:
     parser.add_argument("--kt-threadpool-count", type=int, default=2)
     parser.add_argument("--init-expert-location", default="trivial")
     parser.add_argument("--disable-prefill-cuda-graph", action="store_true")
+    parser.add_argument("--lora-paths", nargs="*")
     add_arguments(parser)
     return parser.parse_args(words)
 
@@ -123,6 +126,27 @@ def test_layerwise_prefill_switches_prefill_graphs_off(model: Path) -> None:
     args = parse(model, *words)
     options = read_options(args)
     assert args.disable_prefill_cuda_graph and options is not None and options.gpu_prefill_token_threshold == 512
+
+
+def test_dynamic_expert_update_of_the_guides_is_accepted(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = ("--kt-num-gpu-experts", "1", "--kt-enable-dynamic-expert-update")
+    assert read(model, *words) == read(model, "--kt-num-gpu-experts", "1")
+    assert "mainline SGLang cannot move experts" in caplog.text
+
+
+@pytest.mark.parametrize("gpu", [("--kt-num-gpu-experts", "1"), ("--kt-gpu-experts-ratio", "0.5")])
+def test_lora_of_experts_leaves_none_on_the_gpu(
+    model: Path, gpu: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, experts in (("one", True), ("rest", False)):
+        write_expert_adapter(model / name, LAYERS, seed=1, attention=True, experts=experts)
+    given = read(model, *gpu)
+    with_lora = read(model, *gpu, "--lora-paths", f"rest={model / 'rest'}", f"one={model / 'one'}")
+    assert with_lora == replace(given, num_gpu_experts=0, gpu_experts_ratio=None)
+    assert f"{' '.join(gpu)} became 0: {model / 'one'} has LoRA of experts" in caplog.text
+    assert read(model, *gpu, "--lora-paths", str(model / "rest"), "a/hub-name") == given
+    halves = read(model, *gpu, "--kt-expert-lora-path", f"one={model / 'one'}")
+    assert halves.num_gpu_experts == 0 and halves.gpu_experts_ratio is None
 
 
 @pytest.mark.parametrize(

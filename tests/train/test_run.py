@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ktransformers.adapters import convert
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.ground import system
 from ktransformers.ground.errors import InputError, KTError
@@ -209,6 +210,12 @@ def test_existing_adapter_is_trained_further(
     run(recipe(tiny, tmp_path / "x", adapter_name_or_path=str(output), max_steps=2, learning_rate=1e-6), watcher)
     start = next(step.values["loss"] for step in before.steps if "loss" in step.values)
     assert watcher.steps[0].values["loss"] < start - 0.3
+    pytest.importorskip("gguf")
+    convert(output, tmp_path / "gguf", "gguf", base_model_name_or_path=str(tiny))
+    (file,) = (tmp_path / "gguf").glob("*.gguf")
+    again = RunRecorder()
+    run(recipe(tiny, tmp_path / "z", adapter_name_or_path=str(file), max_steps=2, learning_rate=1e-6), again)
+    assert again.steps[0].values["loss"] == pytest.approx(watcher.steps[0].values["loss"], rel=1e-3)
     with pytest.raises(InputError, match=r"adapter_config\.json"):
         run(recipe(tiny, tmp_path / "y", adapter_name_or_path=str(tmp_path / "nothing")))
 

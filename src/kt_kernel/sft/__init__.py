@@ -27,6 +27,7 @@ _MODULES = {
     "artifacts": "KTAdapterManifest is_kt_routed_expert_base_parameter is_kt_routed_expert_parameter_name "
     "is_kt_supported_moe_model load_kt_adapter_artifacts load_kt_moe_from_adapter save_kt_adapter_artifacts "
     "save_kt_moe_to_adapter",
+    "autograd": "KTMoEFunction",
     "base": "BaseSFTMoEWrapper",
     "weights": "BlockFP8ExpertWeights INT8ExpertWeights RAWINT4ExpertWeights extract_moe_weights "
     "load_block_fp8_experts_from_checkpoint_files load_experts_from_checkpoint_files load_experts_from_kt_weight_path "
@@ -48,7 +49,6 @@ _GPU_EXPERTS = "no experts are added to a model: train LoRA on its own (kt_adapt
 _PROFILE = "use torch.profiler, or KT_LOG=info"
 # kt-kernel's name -> what to use instead.
 _INSTEAD = {
-    "KTMoEFunction": "ktransformers.experts.operator.apply_experts is the operator with autograd",
     "KTRoutedExpertsWrapper": "wrap_moe_layers_with_kt_wrapper keeps the model's own modules",
     "LoRAExpertMLP": _GPU_EXPERTS,
     "LoRAExperts": _GPU_EXPERTS,

@@ -147,7 +147,7 @@ class BaseSFTMoEWrapper:
         # The caller's LoRA tensors and gradient buffers, in the order of LORA_NAMES.
         self._weights: tuple[Tensor, ...] = ()
         self._grads: tuple[Tensor, ...] = ()
-        self._saved: list[SavedForward] = []
+        self.saved: list[SavedForward] = []
         self._inference: BaseMoEWrapper | None = None
         self._inference_hidden: Tensor | None = None
         self._pending: dict[str, PendingPass] = {}
@@ -259,9 +259,9 @@ class BaseSFTMoEWrapper:
         """The pass, whose inputs have been copied: the caller may write into its tensors."""
         self._loaded()
         self._check_batch(hidden, ids, weights)
-        if save and len(self._saved) >= self.max_cache_depth:
+        if save and len(self.saved) >= self.max_cache_depth:
             raise RuntimeError(
-                f"{len(self._saved)} forward passes are saved for backward, max_cache_depth is {self.max_cache_depth}: "
+                f"{len(self.saved)} forward passes are saved for backward, max_cache_depth is {self.max_cache_depth}: "
                 "run their backward passes, pass save_for_backward=False, or construct with a greater depth"
             )
         dropout = NO_DROPOUT
@@ -289,7 +289,7 @@ class BaseSFTMoEWrapper:
         with torch.no_grad():
             out = store.forward(hidden, ids, weights, skip=self._on_gpu, keep=keep, **options)
         if keep is not None:
-            self._saved.append(SavedForward(hidden, ids, weights, keep, dropout, shape))
+            self.saved.append(SavedForward(hidden, ids, weights, keep, dropout, shape))
         return out.view(shape)
 
     def submit_forward_inference(
@@ -353,14 +353,14 @@ class BaseSFTMoEWrapper:
 
     def _begin_backward(self, grad_output: Tensor, scale: float) -> Callable[[], tuple[Tensor, Tensor]]:
         self._require_none("forward", "sync_forward")
-        if not self._saved:
+        if not self.saved:
             raise RuntimeError("no forward pass is saved: call forward with save_for_backward=True before backward")
-        if grad_output.shape != self._saved[-1].shape:
+        if grad_output.shape != self.saved[-1].shape:
             given = f"shape {list(grad_output.shape)}"
-            raise InputError("grad_output", given, f"{list(self._saved[-1].shape)}, that of the last saved forward")
+            raise InputError("grad_output", given, f"{list(self.saved[-1].shape)}, that of the last saved forward")
         accumulate = self.validate_authoritative_optimizer_grad_state() == "open"
         copy = start_device_to_host((grad_output.detach().to(torch.bfloat16),))
-        return partial(self._compute_backward, copy, self._saved.pop(), accumulate, scale)
+        return partial(self._compute_backward, copy, self.saved.pop(), accumulate, scale)
 
     def _compute_backward(
         self, copy: DeviceToHost, saved: SavedForward, accumulate: bool, scale: float

@@ -83,13 +83,12 @@ def _quantised(matrix: Tensor, form: TileFormat, *, paired: bool) -> tuple[Tenso
     return qweight, scales
 
 
-def encode_rows(matrix: Tensor, bits: int, parts: int = 1, name: str = "") -> Encoded | Tensor:
+def encode_rows(matrix: Tensor, bits: int, parts: int = 1, name: str = "") -> Encoded:
     """`[N, K]` or `[E, N, K]` with the values and scales of `quantize_rows`, for `ExpertStore.pack`; no bit is lost.
 
     `parts` is the number of NUMA parts of the *columns*: P for down. Gate and up are divided by rows, each of which
-    keeps its scale, so theirs is 1. What comes back is `int8` or `int4:0:f32`, for several parts `int4:G:f32` with G =
-    K/P. INT8 in several parts has no such format: its values q s come back as float32 (packed as bf16, at twice the
-    bytes; products with `precision="bf16"` are those of the integers).
+    keeps its scale, so theirs is 1. What comes back is `int8` or `int4:0:f32`, for several parts `uint8:G:f32` (zero
+    points of 0) or `int4:G:f32` with G = K/P.
     """
     stacked = matrix if matrix.dim() == 3 else matrix[None]
     experts, rows, columns = stacked.shape
@@ -108,7 +107,7 @@ def encode_rows(matrix: Tensor, bits: int, parts: int = 1, name: str = "") -> En
     return encoded_of(qweight, scales, bits, name)
 
 
-def encoded_of(qweight: Tensor, scales: Tensor, bits: int, name: str = "") -> Encoded | Tensor:
+def encoded_of(qweight: Tensor, scales: Tensor, bits: int, name: str = "") -> Encoded:
     """Values int8 `[E, N, K]` and scales float32 `[E, N, parts]` of equal parts of columns; see `encode_rows`."""
     _, _, columns = qweight.shape
     parts = scales.shape[2]
@@ -118,23 +117,30 @@ def encoded_of(qweight: Tensor, scales: Tensor, bits: int, name: str = "") -> En
         return Encoded(spec, stored, scales * 16, columns=columns, name=name)
     if parts == 1:
         return Encoded(spec, qweight, scales[:, :, 0].contiguous(), columns=columns, name=name)
-    return qweight.float() * scales.repeat_interleave(columns // parts, 2)
+    zeros = torch.zeros(scales.shape, dtype=torch.int8)
+    return Encoded(spec, qweight, scales, zeros=zeros, columns=columns, name=name)
 
 
 def spec_of(bits: int, columns: int, parts: int) -> str:
     """The format of what `encoded_of` makes of K columns in so many parts."""
-    if bits == 4:
-        return "int4:0:f32" if parts == 1 else f"int4:{columns // parts}:f32"
-    return "int8" if parts == 1 else "bf16"
+    if parts == 1:
+        return "int4:0:f32" if bits == 4 else "int8"
+    return f"{'int4' if bits == 4 else 'uint8'}:{columns // parts}:f32"
 
 
 def kept_codes(matrix: Encoded, bits: int, parts: int) -> tuple[Tensor, Tensor] | None:
     """Values int8 `[N, K]` and scales `[N, parts]` of a matrix `[1, N, K]` whose own values and scales can be stored as
     they are; None: it has to be quantised."""
     form = format_of(matrix.format)
-    if matrix.scales is None or matrix.experts != 1 or matrix.columns % parts or form.scales != "floats":
+    if matrix.scales is None or matrix.experts != 1 or matrix.columns % parts:
         return None
     width = matrix.columns // parts
+    if bits == 8 and matrix.zeros is not None and form.element == "int8" and form.span and form.span % width == 0:
+        groups = [part * width // form.span for part in range(parts)]
+        kept = not matrix.zeros.any() and not (matrix.qweight == -128).any()
+        return (matrix.qweight[0], matrix.scales[0].float()[:, groups]) if kept else None
+    if form.scales != "floats":
+        return None
     if bits == 8 and form.element == "int8":
         qweight, scale = matrix.qweight[0], matrix.scales[0].float()
         return None if bool((qweight == -128).any()) else (qweight, scale[:, None].expand(-1, parts).contiguous())

@@ -32,6 +32,8 @@ MERGED_NAME = re.compile(
     r"blk\.(?P<layer>\d+)\.ffn_(?P<role>gate|up|down)(?P<back>_bwd)?_exps\.(?P<expert>\d+)\.numa\.(?P<part>\d+)\."
     r"(?P<kind>weight|scale)"
 )
+# Of one expert, in our merged files of models that have biases; kt-kernel has none.
+BIAS_NAME = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<role>gate|up|down)_exps\.(?P<expert>\d+)\.bias")
 TREE_FILE_NAME = re.compile(
     r"(?P<method>MOE_INT4|MOE_INT8|INT4|INT8|BF16)_(?P<role>gate|up|down)(?P<back>_bwd)?_(?P<expert>\d+)_"
     r"(?P<bytes>\d+)Byte_(?P<kind>quant|scale)_\.kt"
@@ -59,6 +61,10 @@ class StoredPart:
         back = "_bwd" if self.backward else ""
         size = form.bytes(self.rows, self.columns) if kind == "quant" else 4 * self.rows
         return f"_numa_{self.part}/{form.name}_{self.role}{back}_{self.expert}_{size}Byte_{kind}_.kt"
+
+
+def bias_name(layer: int, role: str, expert: int) -> str:
+    return f"blk.{layer}.ffn_{role}_exps.{expert}.bias"
 
 
 def stored_parts(

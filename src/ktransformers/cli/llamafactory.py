@@ -1,4 +1,4 @@
-"""`kt llamafactory`: USE_KT=1 for the LLaMA-Factory of this environment, switched on and off."""
+"""`kt llamafactory`: `use_kt: true` in the LLaMA-Factory of this environment, switched on and off."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def print_state(state: SwitchState, as_json: bool) -> None:
 
 @llamafactory.command()
 def on(as_json: Json = False) -> None:
-    """Let `USE_KT=1 llamafactory-cli` use packed experts: one .pth file in site-packages."""
+    """Let `llamafactory-cli` use packed experts where a file says `use_kt: true`: one .pth file in site-packages."""
     from ktransformers.train.llamafactory.switch import read_state, turn_on
 
     turn_on()

@@ -147,10 +147,12 @@ def normalise_format(word: str) -> str:
 
 def kt_bits(word: str) -> int:
     """The bits of a method that kt-kernel's files can hold."""
-    if word.lower() in KT_BITS:
-        return KT_BITS[word.lower()]
-    remedy = "its bytes depend on the library of the build" if word.lower() in OLD_FORMATS else ""
-    raise InputError("format", word, "int4 or int8 with --layout kt-kernel", remedy or "--layout packed has the others")
+    name = OLD_FORMATS.get(word.lower(), word.lower())
+    if name != word.lower():
+        log(f"{word}: written as {name}; the bytes of kt-kernel's own {word} depend on the library of its build")
+    if name in KT_BITS:
+        return KT_BITS[name]
+    raise InputError("format", word, "int4 or int8 with --layout kt-kernel", "--layout packed has the others")
 
 
 def parse_layers(text: str) -> set[int]:
@@ -287,12 +289,18 @@ def run_kt(source: Path, options: QuantOptions) -> None:
     bits, selected = kt_bits(options.word), options.selected
     from ktransformers import _core
     from ktransformers.checkpoint.kt_codes import tile_format
-    from ktransformers.quant.kt_convert import convert_kt, estimate_kt, plan_kt
+    from ktransformers.quant.kt_convert import convert_kt, estimate_kt, fitting_parts, plan_kt
     from ktransformers.quant.origin import Origin
 
-    parts = _core.machine()["nodes"] if options.numa_nodes is None else options.numa_nodes
+    origin, nodes = Origin(source, options.experts), options.numa_nodes
+    asked = _core.machine()["nodes"] if nodes is None else nodes
+    parts = fitting_parts(origin, bits, asked)
+    if parts != asked:
+        log(
+            f"{asked} NUMA parts of these experts do not fit the tiles of {tile_format(bits).name}: {parts} are written"
+        )
     shape: dict[str, Any] = {"merged": not options.no_merge, "backward": options.backward}
-    plan = plan_kt(Origin(source, options.experts), bits, parts, threads=options.threads, **shape)
+    plan = plan_kt(origin, bits, parts, threads=options.threads, **shape)
     for note in plan.origin.notes:
         log(note)
     method, count = tile_format(bits).method, len(plan.origin.layers)

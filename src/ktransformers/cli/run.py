@@ -75,8 +75,16 @@ def _show_launch(line: RunLine, words: list[str], as_json: bool) -> None:
 
     target = resolve_target(line.launch.target)
     launch = with_yaml_keys(replace(line.launch, force=True), target.keys)
-    plan = plan_server(launch, target, log, lambda _: None)
-    command = shlex.join(["kt", "run", *(word for word in words if word != "--dry-run")])
+    if launch.engine == "sglang":
+        from ktransformers.serve.launch import with_environment
+        from ktransformers.serve.sglang.command import PROGRAM, hide_key, plan_sglang, sglang_words
+
+        plan = plan_sglang(launch, target, log, lambda _: None)
+        given = sglang_words(with_environment(launch), target, plan)
+        command = shlex.join(hide_key([PROGRAM, "serve", *given]))
+    else:
+        plan = plan_server(launch, target, log, lambda _: None)
+        command = shlex.join(["kt", "run", *(word for word in words if word != "--dry-run")])
     if as_json:
         print(json.dumps({"command": command, "plan": None if plan is None else plan_document(plan)}, indent=2))
         return
@@ -95,6 +103,9 @@ def _answer_prompt(line: RunLine, as_json: bool) -> None:
     for note in line.launch.notes:
         log(f"accepted without effect: {note}")
     target = resolve_target(line.launch.target)
+    if with_yaml_keys(line.launch, target.keys).engine != "ktransformers":
+        remedy = "leave the prompt out to serve, and ask with `kt chat`"
+        raise InputError("--engine", "sglang and a prompt", "our own engine for one answer", remedy)
     check_adapters(line.launch, target)
     adapters = [name for name, _ in (*target.adapters, *line.launch.lora_paths)]
     if line.adapter is not None and line.adapter not in adapters:

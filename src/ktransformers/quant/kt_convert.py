@@ -18,6 +18,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from ktransformers import __version__
 from ktransformers.checkpoint.journal import ConversionJournal
 from ktransformers.checkpoint.kt_codes import check_size, tile_format
@@ -74,7 +76,8 @@ class KTPlan:
 
     @property
     def layer_bytes(self) -> int:
-        return layer_bytes(self.header, self.backward)
+        biased = self.origin.layers[0].contract.shape.biased
+        return layer_bytes(self.header, self.backward, biased)
 
     @property
     def rest_bytes(self) -> int:
@@ -116,15 +119,16 @@ class KTConverted:
 def plan_kt(
     origin: Origin, bits: int, parts: int, *, merged: bool = True, backward: bool = False, threads: int | None = None
 ) -> KTPlan:
-    """Refuses a model that kt-kernel's files cannot hold, or its kernels cannot compute."""
+    """Refuses a model that kt-kernel's files cannot hold."""
     if not 1 <= parts <= 64:
         raise InputError("threadpool-count", parts, "the number of NUMA parts, 1 to 64")
     first = origin.layers[0]
     for layer in origin.layers:
-        shape, gate = layer.contract.shape, layer.contract.gate
-        if shape.biased or not shape.gated or gate.activation != "silu" or gate.limit:
-            given = "biases" if shape.biased else f"{gate.activation} with limit {gate.limit:g}, gated: {shape.gated}"
-            raise InputError(layer.module, given, "experts with silu gates and without biases", "--layout packed")
+        shape = layer.contract.shape
+        if not shape.gated or (shape.biased and not merged):
+            given = "experts without a gate" if not shape.gated else "biases, and a tree of .kt files"
+            expected = "experts with gates, and merged files for biases"
+            raise InputError(layer.module, given, expected, "--layout packed")
         if shape.matrices() != first.contract.shape.matrices() or shape.num_experts != first.contract.shape.num_experts:
             raise InputError(layer.module, "experts of another shape", f"those of {first.module}", "--layout packed")
         if layer is not first and any(layer.number == other.number for other in origin.layers if other is not layer):
@@ -132,8 +136,30 @@ def plan_kt(
             raise InputError(layer.module, given, "one for each layer", "--layout packed")
     for role, (rows, columns) in first.contract.shape.matrices().items():
         check_size(first.module, role, rows, columns, bits, parts)
+    shape, gate = first.contract.shape, first.contract.gate
+    if shape.biased or gate.activation != "silu" or gate.limit:
+        found = f"{gate.activation} gates" + (f" with limit {gate.limit:g}" if gate.limit else "")
+        biases = " and biases" if shape.biased else ""
+        note = f"{found}{biases}: ktransformers computes them from these files, kt-kernel's own kernels may not"
+        origin.notes.append(note)
     cores = len(os.sched_getaffinity(0))
     return KTPlan(origin, bits, parts, merged, backward, threads or cores, origin.rest() if merged else [])
+
+
+def fitting_parts(origin: Origin, bits: int, parts: int) -> int:
+    """As many NUMA parts as are asked for, or fewer that the tiles can hold. INT4 takes steps of 128 columns: 1,408 are
+    11 of them, and two parts of 704 are not."""
+    first = origin.layers[0]
+
+    def fits(count: int) -> bool:
+        try:
+            for role, (rows, columns) in first.contract.shape.matrices().items():
+                check_size(first.module, role, rows, columns, bits, count)
+        except InputError:
+            return False
+        return True
+
+    return next((count for count in range(parts, 0, -1) if fits(count)), parts)
 
 
 def estimate_kt(plan: KTPlan) -> float:
@@ -222,7 +248,8 @@ class _KTConversion:
         if not self._plan.merged:
             return TreeLayer(self._journal.directory, layer.number, self._header)
         file = self._plan.file(layer)
-        return MergedLayer(self._journal.directory, file, layer.number, self._header, self._plan.backward)
+        biased = layer.contract.shape.biased
+        return MergedLayer(self._journal.directory, file, layer.number, self._header, self._plan.backward, biased)
 
     def _convert_layer(self, layer: OriginLayer) -> None:
         start = time.perf_counter()
@@ -241,6 +268,10 @@ class _KTConversion:
         try:
             for expert, weights in layer.experts():
                 for role, weight in weights.items():
+                    if role.endswith("_bias"):
+                        assert isinstance(writer, MergedLayer) and isinstance(weight, torch.Tensor)
+                        writer.write_bias(role.removesuffix("_bias"), expert, weight)
+                        continue
                     name = f"{layer.module}.{expert}.{role}"
                     arguments = (role, expert, self._header, writer.write, self._plan.backward, name)
                     in_flight.append(self._run.workers.submit(store_matrix, weight, *arguments))

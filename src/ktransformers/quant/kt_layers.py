@@ -27,6 +27,7 @@ from ktransformers.checkpoint.kt_files import (
     KTHeader,
     KTManifestFile,
     StoredPart,
+    bias_name,
     build_manifest,
     read_kt_manifest,
     stored_parts,
@@ -57,11 +58,12 @@ class LayerWriter(Protocol):
         ...
 
 
-def layer_bytes(header: KTHeader, backward: bool) -> int:
-    """Bytes of values and scales of a layer."""
+def layer_bytes(header: KTHeader, backward: bool, biased: bool = False) -> int:
+    """Bytes of values, scales and biases of a layer."""
     form = tile_format(header.bits)
     one = stored_parts(1, header.sizes(), header.parts, backward)
-    return header.experts * sum(form.bytes(part.rows, part.columns) + 4 * part.rows for part in one)
+    biases = 4 * sum(rows for rows, _ in header.sizes().values()) if biased else 0
+    return header.experts * (biases + sum(form.bytes(part.rows, part.columns) + 4 * part.rows for part in one))
 
 
 def store_matrix(
@@ -135,10 +137,14 @@ def add_tree_layer(root: Path, layer: int, experts: Mapping[str, Tensor], bits: 
 
 
 class MergedLayer:
-    def __init__(self, directory: Path, file: str, layer: int, header: KTHeader, backward: bool) -> None:
+    def __init__(
+        self, directory: Path, file: str, layer: int, header: KTHeader, backward: bool, biased: bool = False
+    ) -> None:
         form = tile_format(header.bits)
         parts = list(stored_parts(header.experts, header.sizes(), header.parts, backward))
         entries = [(part.tensor(layer, "scale"), "F32", (part.rows,)) for part in parts]
+        for role, (rows, _) in header.sizes().items() if biased else ():
+            entries += [(bias_name(layer, role, expert), "F32", (rows,)) for expert in range(header.experts)]
         entries += [(part.tensor(layer, "weight"), "I8", (form.bytes(part.rows, part.columns),)) for part in parts]
         self._layer = layer
         self._file = TensorFile(directory / file, plan_layout(entries, header.metadata()))
@@ -146,6 +152,9 @@ class MergedLayer:
     def write(self, part: StoredPart, qweight: Tensor, scales: Tensor) -> None:
         self._file.write(part.tensor(self._layer, "weight"), qweight)
         self._file.write(part.tensor(self._layer, "scale"), scales)
+
+    def write_bias(self, role: str, expert: int, bias: Tensor) -> None:
+        self._file.write(bias_name(self._layer, role, expert), bias.float().contiguous())
 
     def finish(self) -> tuple[ShardRecord, dict[str, Any]]:
         self._file.finish()

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from ktransformers.ground.errors import InputError, MissingArgumentError, nearest
+from ktransformers.ground.linear_storage import rest_word
 from ktransformers.ground.options.cache import CacheOptions
 from ktransformers.ground.options.field import CLOSED, add_flags, build, options_of
 from ktransformers.ground.options.placement import PlacementOptions, take_options
@@ -36,6 +37,12 @@ KT_METHODS: dict[str, str | None] = {
     "GPTQ_INT4": None,
     "MXFP4": None,
     "LLAMAFILE": None,
+}
+
+CONVERTED = {
+    "bf16": "`kt quant --format bf16` converts them",
+    "int8": "--kt-method int8 quantizes them while they are loaded",
+    "int4": "--kt-method int4:32 quantizes them while they are loaded",
 }
 
 PARSERS: dict[str, set[str]] = {
@@ -93,7 +100,8 @@ class Launch(CacheOptions, ServingOptions):
     """The options of one launch line."""
 
     isa: str | None = None  # CPU variant of the experts, of `kt_backend` in a YAML file
-    expert_format: str | None = None  # that experts are quantized to while they are loaded, likewise; None: as released
+    # That experts are quantized to while they are loaded, by --kt-method or `kt_backend`; None: as released.
+    expert_format: str | None = None
     place: dict[str, Any] = field(default_factory=dict)  # fields of `PlacementOptions` that the line sets
     notes: tuple[str, ...] = ()  # on flags that were accepted without effect
 
@@ -185,7 +193,8 @@ def _make_launch(options: dict[str, Any], program: str) -> Launch:
             notes.append(f"{name} {value}: {reason}")
     for name in VERB_FLAGS:
         options.pop(f"moot {name}")
-    notes += _method_notes(options["method"])
+    options["expert_format"], method_notes = _expert_format(options["method"])
+    notes += method_notes
     options["attention_backend"], note = _attention_backend(options["attention_backend"])
     for flag, known in PARSERS.items():
         word = options[flag.replace("-", "_")]
@@ -195,14 +204,22 @@ def _make_launch(options: dict[str, Any], program: str) -> Launch:
     return build(Launch, {**options, "target": targets[0], "place": place, "notes": (*notes, *note)}, by_flag=True)
 
 
-def _method_notes(word: str | None) -> list[str]:
+def _expert_format(word: str | None) -> tuple[str | None, list[str]]:
+    """The format that --kt-method has experts quantized to while they are loaded; None for a word of earlier guides,
+    with which they stay as they are stored, and a note that says so."""
     if word is None:
-        return []
-    if word.upper() not in KT_METHODS:
-        raise InputError("kt-method", word, f"one of {', '.join(KT_METHODS)}")
-    stays = f"--kt-method {word}: experts keep the format in which they are stored"
-    quant_format = KT_METHODS[word.upper()]
-    return [stays if quant_format is None else f"{stays}; `kt quant --format {quant_format}` converts them"]
+        return None, []
+    if word.upper() in KT_METHODS:
+        stays = f"--kt-method {word}: experts keep the format in which they are stored"
+        converted = KT_METHODS[word.upper()]
+        return None, [stays if converted is None else f"{stays}; {CONVERTED[converted]}"]
+    from ktransformers import _core
+
+    formats = {row["name"] for row in _core.formats() if row["written"]}
+    if word.partition(":")[0] not in formats:
+        expected = f"one of {', '.join(KT_METHODS)}, or a format: {', '.join(sorted(formats))}"
+        raise InputError("kt-method", word, expected)
+    return rest_word(word), []
 
 
 def _attention_backend(word: str) -> tuple[str, list[str]]:

@@ -165,7 +165,7 @@ def memory_advice(launch: Launch, plan: Plan | None, cache_tokens: int, cache_by
         steps.append(f"fewer --kt-num-gpu-experts (now {residents} a layer{planned('residents', 'slots')})")
     if plan is not None and plan.nearest.choice.format not in ("int8", "int4"):
         experts = f"{plan.nearest.choice.format}{planned('experts')}"
-        steps.append(f"int8 experts by `kt quant --format int8` (now {experts})")
+        steps.append(f"int8 experts by --kt-method int8 (now {experts})")
     cache = f"{cache_tokens} tokens, {cache_bytes / 2**30:.2f} GiB when full"
     if launch.max_total_tokens is None:
         steps.append(f"a smaller --mem-fraction-static (now {launch.memory:g}: a KV cache of {cache})")

@@ -103,6 +103,11 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan, on_ready: OnReady = lamb
     target = resolve_target(launch.target)
     check_adapters(launch, target)
     launch = with_yaml_keys(launch, target.keys)
+    if launch.engine == "sglang":
+        from ktransformers.serve.sglang.command import run_sglang
+
+        run_sglang(launch, target, log, show, on_ready)
+        return
     hosts = read_nodes(launch)
     if hosts is not None and hosts.rank:
         serve_experts(launch, target, hosts, log)

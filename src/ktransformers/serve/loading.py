@@ -273,7 +273,7 @@ def _encoded_on_load(
     if coded and launch.rest not in AS_RELEASED:
         approximations["rest"] = launch.rest
     if (encoded := launch.expert_format or target.expert_format) is not None:
-        approximations["kt_backend"] = encoded
+        approximations["kt_backend" if launch.method is None else "kt_method"] = encoded
     if operators is not None and operators.encodes:
         approximations["kt_optimize_rule"] = Path(str(rules)).name
     return approximations

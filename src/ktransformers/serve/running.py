@@ -69,8 +69,8 @@ def running_servers() -> list[RunningServer]:
             server = RunningServer(**read_json_object(file))
         except (InputError, TypeError):
             continue
-        if Path(f"/proc/{server.pid}").exists() and accepts(server.address, server.port):
-            servers.append(server)
-        else:
+        if not Path(f"/proc/{server.pid}").exists():
             file.unlink(missing_ok=True)
+        elif accepts(server.address, server.port):  # another engine is listed before it listens
+            servers.append(server)
     return servers

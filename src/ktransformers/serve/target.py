@@ -2,10 +2,10 @@
 inference.
 
 A training output is an adapter and names its base; a training YAML names both; an inference YAML (`infer_backend:
-ktransformers`) has adapter_name_or_path. In each case the base is served with the adapter, under the name of
-its directory. If training read experts from elsewhere (`kt_weight_path`), the same experts are served, because others
-would give other results. A model may be a directory, a name of `kt model list`, a hub id, or a short name of
-`kt model known`.
+ktransformers` or `sglang`) has adapter_name_or_path. In each case the base is served with the adapter, under the name
+of its directory. If training read experts from elsewhere (`kt_weight_path`), the same experts are served, because
+others would give other results. A model may be a directory, a name of `kt model list`, a hub id, or a short name of `kt
+model known`.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def _target_of_yaml(path: Path) -> Target:
     if not base:
         raise InputError(str(path), "no model_name_or_path", "a YAML file of a training or of inference")
     backend = keys.get("infer_backend", "ktransformers")
-    if backend not in ("ktransformers", "huggingface"):
-        raise InputError(f"{path}: infer_backend", backend, "ktransformers")
+    if backend not in ("ktransformers", "huggingface", "sglang"):
+        raise InputError(f"{path}: infer_backend", backend, "ktransformers, or sglang for `--engine sglang`")
     listed = keys.get("adapter_name_or_path")
     directories = [part.strip() for part in listed.split(",")] if isinstance(listed, str) else list(listed or [])
     output = keys.get("output_dir")

@@ -95,8 +95,11 @@ def with_yaml_keys(launch: Launch, keys: Mapping[str, Any]) -> Launch:
         launch = replace(launch, trust_remote_code=True)
     if flat.get("kt_use_cuda_graph") is False:
         launch = replace(launch, disable_cuda_graph=True)
+    if flat.get("infer_backend") == "sglang":
+        launch = replace(launch, engine="sglang")
     backend = flat.get("kt_backend")
-    return replace(launch, isa=launch.isa or isa_of_backend(backend), expert_format=format_of_backend(backend))
+    encoded = launch.expert_format or format_of_backend(backend)
+    return replace(launch, isa=launch.isa or isa_of_backend(backend), expert_format=encoded)
 
 
 def yaml_template(keys: Mapping[str, Any], fallback: str | None) -> str | None:

@@ -27,6 +27,7 @@ from ktransformers.ground.pool import pool_for
 from ktransformers.modeling.load import model_from_config
 from ktransformers.modeling.spec import ModelSpec, Progress, check_rest, find_model, locate_model
 from ktransformers.place.backends import format_of_backend, isa_of_backend
+from ktransformers.train.adapter_form import stored_as_peft
 from ktransformers.train.arguments import device_of, rest_of
 from ktransformers.train.expert_parallel import connect_ranks, own_shard
 from ktransformers.train.settings import LoraSettings, ModelSettings, TrainSettings
@@ -152,9 +153,11 @@ def build_lora_config(model: nn.Module, targets: Targets, settings: LoraSettings
     from peft import LoraConfig
 
     if settings.adapter_name_or_path:
-        if not (Path(settings.adapter_name_or_path) / "adapter_config.json").is_file():
-            raise InputError("adapter_name_or_path", settings.adapter_name_or_path, "a folder with adapter_config.json")
-        config: LoraConfig = LoraConfig.from_pretrained(settings.adapter_name_or_path)
+        folder = stored_as_peft(settings.adapter_name_or_path)
+        if not (Path(folder) / "adapter_config.json").is_file():
+            expected = "a folder with adapter_config.json, or a GGUF file of an adapter"
+            raise InputError("adapter_name_or_path", settings.adapter_name_or_path, expected)
+        config: LoraConfig = LoraConfig.from_pretrained(folder)
         config.inference_mode = False
         return config
     parameters = targets.parameter_names(model)  # PEFT supports no dropout on parameters
@@ -202,7 +205,7 @@ def finish_adapter(model: Any, settings: TrainSettings) -> None:
     if lora.adapter_name_or_path:
         from peft import load_peft_weights, set_peft_model_state_dict
 
-        weights = load_peft_weights(lora.adapter_name_or_path, device="cpu")
+        weights = load_peft_weights(stored_as_peft(lora.adapter_name_or_path), device="cpu")
         for name, tensor in weights.items():
             if not all_finite(tensor):
                 raise InputError(f"{lora.adapter_name_or_path}: {name}", "NaN or infinite numbers", "finite ones")

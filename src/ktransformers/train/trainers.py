@@ -5,8 +5,7 @@ gradient or weight that is not finite ends the run before it is used or saved (`
 by tokens (`batches.py`). B may have a higher learning rate than A (LoRA+). Pairs get LLaMA-Factory's losses
 (`preference.py`), with the reference log-probabilities stored in the rows. TRL would copy an adapter that it is given
 as the reference, so it gets a configuration and creates the adapter itself; the reference is the base. On a CPU the LM
-head processes labelled rows only (`batches.py`). Where several processes hold parts of the model (FSDP2, expert
-parallelism), it is clipped, saved and loaded by `parallel/whole_state.py`; its checkpoints are those of one process.
+head processes labelled rows only (`batches.py`). Several processes may hold parts of the model (`divided_trainer.py`).
 """
 
 from __future__ import annotations
@@ -14,30 +13,19 @@ from __future__ import annotations
 import contextlib
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 from trl import DPOTrainer, SFTTrainer  # type: ignore[attr-defined]
 
 from ktransformers.ground.errors import KTError
-from ktransformers.parallel import sharding as fsdp
-from ktransformers.parallel.sharding import Sharding, ShardOptions
-from ktransformers.parallel.whole_state import (
-    clip_gradients,
-    gradient_norm,
-    is_divided,
-    load_optimizer_state,
-    whole_optimizer_state,
-    whole_trained,
-)
 from ktransformers.train import grouping
 from ktransformers.train.arguments import step_shape
 from ktransformers.train.batches import labelled_rows_only, split_pairs, split_step
 from ktransformers.train.callbacks import GradientCheck
-from ktransformers.train.checkpoints import STATE_FILES, find_problem, list_checkpoints, write_checkpoint_manifest
+from ktransformers.train.checkpoints import find_problem, list_checkpoints, write_checkpoint_manifest
 from ktransformers.train.data.render import IGNORE_INDEX
+from ktransformers.train.divided_trainer import DividedModel
 from ktransformers.train.expert_parallel import most_passes
 from ktransformers.train.files import STAGING_DIR, reporting_full_disk, sync_tree, write_json
 from ktransformers.train.finite import FiniteCheck
@@ -47,7 +35,7 @@ from ktransformers.train.settings import TrainSettings
 
 
 class SavesCheckpoints:
-    """Checkpoints are staged, checked and renamed; those of a divided model are of one process."""
+    """Checkpoints are staged, checked and renamed."""
 
     settings: TrainSettings
     gradient_check: GradientCheck
@@ -57,19 +45,6 @@ class SavesCheckpoints:
 
     def _get_output_dir(self: Any, trial: Any) -> str:
         return str(self._staging or self.args.output_dir)
-
-    def _network(self: Any) -> Any:
-        """The model without DDP around it."""
-        return self.accelerator.unwrap_model(self.model)
-
-    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        network = self._network()
-        if not is_divided(network):
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-            return
-        state = whole_trained(network)
-        if self.args.should_save:
-            self._save(output_dir, state_dict=state)
 
     def _load_best_model(self: Any) -> None:
         best = Path(self.state.best_model_checkpoint)
@@ -119,67 +94,19 @@ class SavesCheckpoints:
             for path in removable[: max(0, len(removable) + len(protected - {"None"}) - limit)]:
                 shutil.rmtree(path)
 
-    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
-        network, optimizer = self._network(), self.optimizer
-        if not is_divided(network):
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-            return
-        state = whole_optimizer_state(network, optimizer)
-        saved: Any = SimpleNamespace(state_dict=lambda: state)
-        self.optimizer = saved
-        try:
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-        finally:
-            self.optimizer = optimizer
 
-    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
-        network = self._network()
-        if checkpoint is None or not is_divided(network):
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-            return
-        files = [Path(checkpoint) / name for name in STATE_FILES]
-        optimizer, scheduler = (torch.load(file, map_location="cpu", weights_only=True) for file in files)
-        load_optimizer_state(network, self.optimizer, optimizer)
-        self.lr_scheduler.load_state_dict(scheduler)
-
-
-class Optimizes:
-    """LoRA+, and optimizers and gradient norms of a model that several processes divide."""
-
-    sharding: Sharding | None = None
-
-    def shard(self: Any, options: ShardOptions) -> None:
-        """Shard everything but the experts over all processes; called once, before an optimizer exists."""
-        self.sharding = fsdp.shard_model(self.model, options, self.accelerator.device)
-        # Autocast alone: the model reduces its gradients itself, and accelerate would wrap it in DDP.
-        self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
-        self.model._is_accelerate_prepared = True
-
-    def _clip_grad_norm(self: Any, model: Any) -> Any:
-        network = self._network()
-        if not is_divided(network):
-            return super()._clip_grad_norm(model)  # type: ignore[misc]
-        return clip_gradients(network, self.args.max_grad_norm)
+class Optimizes(DividedModel):
+    """LoRA+, and a check of every gradient norm."""
 
     def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
-        network = self._network()
-        if grad_norm is None and is_divided(network):
-            grad_norm = gradient_norm(network)
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+        norm = super()._get_grad_norm(model, grad_norm)
         self.finite_check.record_norm(norm)
         return norm
 
-    def create_optimizer(self: Any, model: Any = None) -> Any:
-        is_new = self.optimizer is None
-        optimizer = self._build_optimizer(model)
-        if self.sharding is not None and is_new:
-            fsdp.separate_steps(optimizer)
-        return optimizer
-
-    def _build_optimizer(self: Any, model: Any) -> Any:
+    def build_optimizer(self: Any, model: Any) -> Any:
         ratio = self.settings.lora.loraplus_lr_ratio
         if self.optimizer is not None or (ratio is None and self.sharding is None):
-            return super().create_optimizer(model)  # type: ignore[misc]
+            return super().build_optimizer(model)
         network = self.model if model is None else model
         optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, network)
         self.optimizer = optimizer_class(self._parameter_groups(network, options["lr"], ratio), **options)

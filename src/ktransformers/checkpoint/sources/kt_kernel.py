@@ -3,15 +3,16 @@
 The bytes are AMX tiles (`checkpoint/kt_codes.py`), partitioned for P NUMA nodes: gate and up by rows, down by columns.
 kt-kernel's own files carry no metadata, so every size is checked against the model's shape, which also distinguishes
 INT4 from INT8; files of `kt quant --layout kt-kernel` do (`checkpoint/kt_files.py`) and are held to it. Each row of a
-part has one scale, so with P > 1 a row of down has P scales: INT4 then has groups of I/P columns, and INT8, for which
-no such format exists, is dequantised, at twice the bytes and without loss. Matrices for backward are passed over.
+part has one scale, so with P > 1 a row of down has P scales, which are groups of I/P columns here. Matrices for
+backward are passed over.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,12 @@ class KTLayers:
     path: str
     parts: Mapping[int, Parts]
     recorded: KTHeader | None = None  # by the files of kt quant
+    biases: Mapping[tuple[int, str, int], Callable[[], Tensor]] = field(default_factory=dict)  # (layer, role, expert)
 
     @classmethod
-    def of_merged(cls, shards: Shards, names: Mapping[str, re.Match[str]]) -> KTLayers:
+    def of_merged(
+        cls, shards: Shards, names: Mapping[str, re.Match[str]], biases: Mapping[str, re.Match[str]]
+    ) -> KTLayers:
         layers: dict[int, Parts] = {}
         for name, match in names.items():
             if match["back"]:
@@ -74,7 +78,11 @@ class KTLayers:
                 return shards.read_finite(name).view(torch.uint8)
 
             layers.setdefault(int(match["layer"]), {})[key] = StoredMatrix(name, size, read)
-        return cls(str(shards.file(next(iter(names))).parent), layers, _recorded(shards, names))
+        by_expert = {
+            (int(match["layer"]), match["role"], int(match["expert"])): partial(shards.read_finite, name)
+            for name, match in biases.items()
+        }
+        return cls(str(shards.file(next(iter(names))).parent), layers, _recorded(shards, names), by_expert)
 
     @classmethod
     def of_tree(cls, directory: Path) -> KTLayers:
@@ -117,8 +125,13 @@ class KTLayers:
         number = int(match["layer"]) if match else -1
         if number not in self.parts:
             raise InputError(module, f"no layer {number} in {self.path}", f"layers {sorted(self.parts)}")
-        if shape.biased or not shape.gated:
-            raise InputError(module, "experts with biases or without a gate", "what kt-kernel's converter writes")
+        if not shape.gated:
+            raise InputError(module, "experts without a gate", "what kt-kernel's converter writes")
+        biases = {key: read for key, read in self.biases.items() if key[0] == number}
+        roles = shape.matrices() if shape.biased else ()
+        if biases.keys() != {(number, role, expert) for role in roles for expert in range(shape.num_experts)}:
+            given = f"{len(biases)} biases in {self.path}"
+            raise InputError(module, given, f"{len(roles) * shape.num_experts}", REMEDY)
         parts = self.parts[number]
         count = 1 + max(part for _, _, part, _ in parts)
         beyond = [key for key in parts if key[1] >= shape.num_experts]
@@ -138,6 +151,7 @@ class KTLayers:
                     role: _matrix(parts, role, expert, count, *shape.matrices()[role], forms[role].bits)
                     for role in shape.matrices()
                 }
+                tensors |= {f"{role}_bias": biases[number, role, expert]() for role in roles}
                 yield ExpertChunk(expert, False, tensors)
 
         return LayerSource(formats, size, chunks)
@@ -197,17 +211,15 @@ def _recorded(shards: Shards, names: Mapping[str, re.Match[str]]) -> KTHeader | 
     return next(iter(different))
 
 
-def _matrix(parts: Parts, role: str, expert: int, count: int, rows: int, columns: int, bits: int) -> Tensor | Encoded:
+def _matrix(parts: Parts, role: str, expert: int, count: int, rows: int, columns: int, bits: int) -> Encoded:
     n, k = divided(role, rows, columns, count)
     stored = [(parts[(role, expert, part, "quant")], parts[(role, expert, part, "scale")]) for part in range(count)]
     qweight = [untile(quant.read(), n, k, bits) for quant, _ in stored]
     scales = [scale.read().view(torch.float32) for _, scale in stored]
     name = stored[0][0].name
     if role == "down":
-        joined = encoded_of(torch.cat(qweight, 1)[None], torch.stack(scales, 1)[None], bits, name)
-    else:
-        joined = encoded_of(torch.cat(qweight)[None], torch.cat(scales)[None, :, None], bits, name)
-    return joined if isinstance(joined, Encoded) else joined[0]
+        return encoded_of(torch.cat(qweight, 1)[None], torch.stack(scales, 1)[None], bits, name)
+    return encoded_of(torch.cat(qweight)[None], torch.cat(scales)[None, :, None], bits, name)
 
 
 class TreeSource:

@@ -22,7 +22,7 @@ from ktransformers.checkpoint.experts import (
     fused_spec,
     read_experts,
 )
-from ktransformers.checkpoint.kt_files import MERGED_NAME, plain_name, restored_names
+from ktransformers.checkpoint.kt_files import BIAS_NAME, MERGED_NAME, plain_name, restored_names
 from ktransformers.checkpoint.layout import ExpertTensors, find_experts, locate, parts
 from ktransformers.checkpoint.matrix import ACTIVATIONS, DTYPES, ENDINGS, FLOATS, TensorRef, dimensions, recognise
 from ktransformers.checkpoint.packed import is_packed, read_manifest
@@ -44,10 +44,11 @@ class SafetensorsSource:
         self._shards = Shards.of_directory(path) if not files else Shards(files)
         self._quantisation = quantisation
         merged = {name: match for name in self._shards.names if (match := MERGED_NAME.fullmatch(name))}
-        self._converted = KTLayers.of_merged(self._shards, merged) if merged else None
+        biases = {name: match for name in self._shards.names if (match := BIAS_NAME.fullmatch(name))} if merged else {}
+        self._converted = KTLayers.of_merged(self._shards, merged, biases) if merged else None
         self._renamed = self._names_of_converter() if merged else {}
         self._layers = find_experts(self._shards.names)
-        self._experts = {name for tensors in self._layers for name in tensor_names(tensors)} | set(merged)
+        self._experts = {name for tensors in self._layers for name in tensor_names(tensors)} | set(merged) | set(biases)
         self._linears = _packed_linears(path)
         left_out = self._experts | (self._linears.stored_names if self._linears is not None else set())
         self._rest_names = [name for name in self._shards.names if name not in left_out]

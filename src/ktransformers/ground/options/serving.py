@@ -20,6 +20,12 @@ NO_LIMIT = 2**31  # tokens of a step for --chunked-prefill-size -1
 @dataclass(frozen=True, config=CLOSED)
 class ServingOptions:
     target: str = option(..., "--model --model-path", "the same as MODEL", metavar="MODEL")
+    engine: Literal["ktransformers", "sglang"] = option(
+        "ktransformers",
+        "--engine",
+        "ktransformers, or sglang: stock SGLang's server with experts of ours, started with this line's options; see "
+        "docs/engines.md",
+    )
     lora_paths: tuple[tuple[str, str], ...] = option(
         (), "--lora-paths", "adapters to load: NAME=DIR, or DIR alone", metavar="NAME=DIR"
     )
@@ -117,7 +123,12 @@ class ServingOptions:
     experts: Path | None = option(
         None, "--kt-weight-path --weights-path", "where the experts come from: packed, GGUF or kt-kernel's files"
     )
-    method: str | None = option(None, "--kt-method", "format of the experts; see docs/serve.md")
+    method: str | None = option(
+        None,
+        "--kt-method",
+        "a format such as int8 or int4:32 that experts are quantized to while they are loaded, or a word of SGLang's "
+        "lines; see docs/serve.md",
+    )
     deterministic: bool = option(
         False,
         "--deterministic --enable-deterministic-inference",

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
 from dataclasses import field, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -18,8 +20,11 @@ from pydantic.dataclasses import dataclass
 
 from ktransformers.ground import env
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.log import logger
 from ktransformers.ground.options.field import CLOSED, add_flags, build, options_of
 from ktransformers.ground.options.placement import PlacementOptions
+
+_log = logger(__name__)
 
 OPTIONS_VARIABLE = "KT_SGLANG_OPTIONS"
 # Options of the placement engine that SGLang's parser lacks -> their help, which names flags of SGLang.
@@ -29,6 +34,7 @@ ADDED = {
     "frequency, those with most tokens in the file of --init-expert-location.",
     "kt_gpu_prefill_token_threshold": "Stream all experts of a layer to the GPU for prefill batches of at least so "
     "many tokens.",
+    "kt_enable_dynamic_expert_update": "Accepted without effect: experts on the GPU stay those of the start.",
 }
 
 
@@ -87,14 +93,24 @@ def read_options(args: argparse.Namespace) -> ServerOptions | None:
     if nodes is not None and len(nodes) != args.kt_threadpool_count:
         expected = f"{args.kt_threadpool_count}, as --kt-threadpool-count says"
         raise InputError("--kt-numa-nodes", f"{len(nodes)} nodes", expected)
+    if place.kt_enable_dynamic_expert_update:
+        _log.warning(
+            "--kt-enable-dynamic-expert-update: mainline SGLang cannot move experts while it runs; those on the GPU "
+            "stay those of the start"
+        )
     counts = _take_activation_counts(args)
     static, by_name = _expert_adapters(args)
+    number, ratio = place.kt_num_gpu_experts, place.kt_gpu_experts_ratio
+    if (ratio or (number and ratio is None)) and (adapter := _adapter_of_experts(args)):
+        flag = f"--kt-num-gpu-experts {number}" if ratio is None else f"--kt-gpu-experts-ratio {ratio}"
+        _log.warning("%s became 0: %s has LoRA of experts, which the CPU computes", flag, adapter)
+        number, ratio = 0, None
     if place.kt_gpu_prefill_token_threshold and hasattr(args, "disable_prefill_cuda_graph"):
         args.disable_prefill_cuda_graph = True
     return ServerOptions(
         model_path=args.model_path,
-        num_gpu_experts=place.kt_num_gpu_experts,
-        gpu_experts_ratio=place.kt_gpu_experts_ratio,
+        num_gpu_experts=number,
+        gpu_experts_ratio=ratio,
         placement_strategy=place.strategy,
         activation_counts=counts,
         gpu_prefill_token_threshold=place.kt_gpu_prefill_token_threshold or 0,
@@ -127,3 +143,20 @@ def _expert_adapters(args: argparse.Namespace) -> tuple[str, dict[str, str]]:
         else:
             static = word
     return static, by_name
+
+
+def _adapter_of_experts(args: argparse.Namespace) -> str | None:
+    if args.kt_expert_lora_path:
+        return str(args.kt_expert_lora_path[0])
+    given = getattr(args, "lora_paths", None) or ()
+    return first_with_experts(
+        word["lora_path"] if isinstance(word, dict) else word.partition("=")[2] or word for word in given
+    )
+
+
+def first_with_experts(paths: Iterable[str]) -> str | None:
+    """The first adapter that has LoRA of experts. One that is not in a directory here has not been downloaded, and is
+    refused when it is loaded."""
+    from ktransformers.adapters import read_adapter
+
+    return next((path for path in paths if Path(path).is_dir() and read_adapter(path, verify=False).experts), None)

@@ -1,5 +1,4 @@
-"""LoRA on packed experts in LLaMA-Factory: what `lora_target` selects, dropout, and adapters in other forms than
-PEFT's.
+"""LoRA on packed experts in LLaMA-Factory: what `lora_target` selects, and dropout.
 
 LLaMA-Factory takes modules of class Linear for `all` and lets PEFT find the rest, but the experts of transformers 5 are
 parameters. Here `all` adds the matrices of the routed experts, and `gate_proj`, `up_proj` and `down_proj` name them.
@@ -10,11 +9,7 @@ such a run would train nothing that `use_kt` is for.
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.experts.backend import packed_experts
@@ -117,20 +112,3 @@ def require_expert_adapters(model: Any) -> None:
 
     if not expert_adapters(model):
         raise InputError("adapter", "no LoRA on experts", "one with it", "lora_target: all trains one")
-
-
-def stored_as_peft(path: str) -> str:
-    """The directory of an adapter in PEFT's form: the given one, or a temporary conversion of kt-kernel's two files or
-    of a GGUF file. PEFT would load kt-kernel's directory without its experts and not say so."""
-    from ktransformers.adapters.formats.kt import EXPERT_FILE
-
-    given = Path(path).expanduser()
-    if not given.is_file() and not (given / EXPERT_FILE).is_file():
-        return path
-    from ktransformers.adapters import convert
-
-    folder = Path(tempfile.mkdtemp(prefix="kt_adapter_"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    converted = convert(given, folder / "peft", "peft")
-    log.info("%s: %s adapter, converted for PEFT (%d tensors)", path, converted.source, converted.merged.tensors)
-    return str(folder / "peft")

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from packaging.version import Version
 
 from ktransformers.ground.errors import InputError
-from ktransformers.train.llamafactory.adapter import stored_as_peft
+from ktransformers.train.adapter_form import stored_as_peft
 from ktransformers.train.llamafactory.configuration import configure_kt
 from ktransformers.train.llamafactory.versions import llamafactory_version
 
@@ -80,6 +80,9 @@ def extend_model_arguments(module: Any) -> None:
         if self.infer_backend == KT_ENGINE:
             self.infer_backend = engines[0]  # the engine that runs models of transformers
             _require_use_kt(self, "infer_backend", KT_ENGINE)
+        elif self.use_kt and self.infer_backend != engines[0]:
+            remedy = "or serve the file with `kt serve X.yaml --engine sglang`"
+            raise InputError("infer_backend", str(self.infer_backend), f"{engines[0]} with use_kt: true", remedy)
         for item in added:
             value = getattr(self, item.name)
             if value != item.default:

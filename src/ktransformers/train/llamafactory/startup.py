@@ -1,14 +1,18 @@
-"""Import hooks for LLaMA-Factory, installed at the start of Python by the `.pth` file of `kt llamafactory on`.
+"""Import hooks for LLaMA-Factory, installed at the start of Python by the `.pth` file of `kt llamafactory on`, if
+USE_KT is set or the command line, or the file that it names, says `use_kt: true`. Processes that this one starts find
+USE_KT set.
 
 A hooked module is executed by its own loader and then passed to one of our functions, before any module that imports
 from it continues: `from .misc import check_version` elsewhere already gets ours. Two modules of the fork of
 transformers, which stock transformers lacks, are provided. This file imports nothing but the standard library, because
-every Python process with USE_KT=1 runs it.
+every Python process of LLaMA-Factory runs it.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -23,6 +27,7 @@ HOOKED_MODULES = {
     "llamafactory.model.model_utils.checkpointing": ("training", "use_checkpoint_context"),
     "llamafactory.model.adapter": ("adapter", "adapt_experts"),
     "llamafactory.model.loader": ("loading", "load_packed_experts"),
+    "llamafactory.train.sft.trainer": ("sharded", "shard_on_request"),
     "llamafactory.train.tuner": ("training", "check_runs"),
     "llamafactory.v1.launcher": ("versions", "refuse_v1"),
 }
@@ -82,9 +87,31 @@ class ImportHook:
         return None
 
 
+TRUE = ("true", "y", "1")  # what LLaMA-Factory takes for true in a variable
+SAYS_USE_KT = re.compile(r"""(^|[{,])\s*(--)?["']?use_kt["']?\s*[:=]\s*["']?(true|yes|on|1)\b""", re.M | re.I)
+
+
+def asks_for_kt(words: Sequence[str]) -> bool:
+    """Whether a command line says `use_kt: true`, in a word of its own (use_kt=true, --use_kt true) or in a YAML or
+    JSON file."""
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        if SAYS_USE_KT.match(word) or (word.lstrip("-") == "use_kt" and following.lower() in TRUE):
+            return True
+        if word.endswith((".yaml", ".yml", ".json")):
+            try:
+                with open(word, encoding="utf-8") as file:
+                    if SAYS_USE_KT.search(file.read()):
+                        return True
+            except (OSError, UnicodeDecodeError):  # LLaMA-Factory says so
+                continue
+    return False
+
+
 def install() -> None:
     if not any(isinstance(finder, ImportHook) for finder in sys.meta_path):
         sys.meta_path.insert(0, ImportHook())
 
 
-install()
+if os.environ.get("USE_KT", "1" if asks_for_kt(sys.orig_argv) else "0").lower() in TRUE:
+    os.environ["USE_KT"] = "1"
+    install()

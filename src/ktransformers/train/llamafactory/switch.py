@@ -1,8 +1,9 @@
-"""`kt llamafactory on` and `off`: the `.pth` file by which Python itself installs our hooks when USE_KT=1.
+"""`kt llamafactory on` and `off`: the `.pth` file by which Python itself installs our hooks for a file that says
+`use_kt: true`, or with USE_KT=1.
 
 Python executes lines of `.pth` files in site-packages that begin with `import` at every start; LLaMA-Factory has no
-plugins, and its launcher starts further Python processes, which run the line too. Without USE_KT the line compares one
-environment variable.
+plugins, and its launcher starts further Python processes, which run the line too. Where USE_KT is not set and no word
+of the command line names a YAML or JSON file, the line does nothing more.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from ktransformers.ground.files import write_text
 from ktransformers.train.llamafactory.versions import WINDOWS, check_window, installed_version
 
 PTH_NAME = "ktransformers_llamafactory.pth"
-# The values that LLaMA-Factory takes for true.
 PTH_TEXT = (
-    'import os; os.environ.get("USE_KT", "0").lower() in ("true", "y", "1") '
+    'import os, sys; (os.environ.get("USE_KT", "0").lower() in ("true", "y", "1") or "USE_KT" not in os.environ '
+    'and any("use_kt" in word or word.endswith((".yaml", ".yml", ".json")) for word in sys.orig_argv)) '
     'and __import__("ktransformers.train.llamafactory.startup")\n'
 )
 DISTRIBUTIONS = ("llamafactory", "llamafactory-kt")

@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 
 from ktransformers.ground.errors import InputError, KTError
 from ktransformers.ground.log import logger
+from ktransformers.train.llamafactory.sharded import take_sharding
 
 log = logger(__name__)
 
@@ -106,6 +107,7 @@ def check_runs(module: Any) -> None:
             model_args, data_args, training_args, finetuning_args, _ = parsed
             if model_args.use_kt:
                 _prepare_run(training_args, finetuning_args)
+                take_sharding(model_args, training_args, finetuning_args.stage)
                 batch_tokens = training_args.per_device_train_batch_size * data_args.cutoff_len
                 config["callbacks"].append(ExpertTraining(batch_tokens))
             return tuple(parsed)
@@ -134,10 +136,9 @@ def _prepare_run(training_args: Any, finetuning_args: Any) -> None:
     if finetuning_args.finetuning_type != "lora":
         remedy = "packed experts are frozen; train an adapter"
         raise InputError("finetuning_type", finetuning_args.finetuning_type, "lora with use_kt", remedy)
-    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(training_args.fsdp)
-    if fsdp or training_args.deepspeed:
-        given = "FSDP" if fsdp else "DeepSpeed"
-        raise InputError("use_kt", given, "one process, or several as DDP", "experts are in host memory already")
+    if training_args.deepspeed:
+        expected = "one process, or several as DDP or under FSDP2"
+        raise InputError("use_kt", "DeepSpeed", expected, "experts are in host memory already")
     training_args._n_gpu = min(training_args.n_gpu, 1)  # one process per GPU, never DataParallel
 
 
