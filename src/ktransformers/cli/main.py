@@ -17,7 +17,7 @@ import typer
 from ktransformers import __version__
 from ktransformers.cli import ask
 from ktransformers.cli.agent import AGENT_CONTEXT, agent
-from ktransformers.cli.bench import bench, microbench
+from ktransformers.cli.bench import BENCH_CONTEXT, bench, microbench
 from ktransformers.cli.chat import chat
 from ktransformers.cli.config import config
 from ktransformers.cli.convert import convert
@@ -63,7 +63,7 @@ def root(
 
 
 app.command(context_settings=AGENT_CONTEXT)(agent)
-app.command()(bench)
+app.command(context_settings=BENCH_CONTEXT)(bench)
 app.command()(chat)
 app.command()(convert)
 app.command()(doctor)

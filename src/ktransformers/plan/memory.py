@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ktransformers.ground.linear_storage import KEEP, NUMBERS_SHARE
+from ktransformers.ground.system import GPU_CONTEXT_BYTES
 from ktransformers.plan.expert_time import CPU_ALL, CPU_NONE, cpu_share
 from ktransformers.plan.formats import TILE_K, bytes_in_format, counted_as, format_of, packed_lora_bytes, tiles
 from ktransformers.plan.machine import Machine
@@ -21,7 +22,6 @@ from ktransformers.plan.workload import GRAPH_PIECE_TOKENS, Choice, Serving, Tra
 PROCESS_BYTES = 390_000_000  # Python with torch, transformers and TRL: 347 MB measured, the rest fitted to runs
 SERVER_PROCESS_BYTES = 320_000_000  # Python with torch and transformers: servers on a CPU without their model, measured
 CUDA_HOST_BYTES = 1_500_000_000  # added by CUDA, pages of its libraries included: a model on an H200, measured
-CUDA_CONTEXT_BYTES = 600_000_000  # on a GPU: context and allocator fragmentation, estimated
 CUBLAS_BYTES = 67_000_000  # workspaces of GEMMs, measured on an H200
 LOSS_ROWS, LOSS_COLUMNS = 4096, 32768  # a tile of logits in TRL's chunked loss
 LOSS_COPIES = 7.25  # float32 and bool copies of the tile where torch operators compute it (a CPU); Triton needs none
@@ -209,7 +209,7 @@ def predict_memory(
     if choice.gpus:
         host["process"] += CUDA_HOST_BYTES
         for place, table in enumerate(gpus):
-            table["context"] = CUDA_CONTEXT_BYTES
+            table["context"] = GPU_CONTEXT_BYTES
             table["weights"] = _gpu_weight_bytes(model, choice, place, work.rest_bytes)
             if choice.linear_format is not None and quantized_part(model, choice)[0]:
                 table["decoded weights"] = _panel_bytes(model)

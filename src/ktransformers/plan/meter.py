@@ -8,6 +8,7 @@ milliseconds are missed.
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,6 +17,7 @@ from ktransformers.ground.system import resident_bytes
 from ktransformers.plan.planner import Candidate
 
 SAMPLE_SECONDS = 0.005  # seconds between two samples
+AT_END = "host memory at the end"  # what a server compares when it ends
 
 
 def anonymous_bytes() -> int:
@@ -60,8 +62,14 @@ class PlanComparison:
         """0.1: measured 10 % more than predicted."""
         return self.measured / self.predicted - 1
 
-    def __str__(self) -> str:
+    def __str__(self) -> str:  # `read_comparison` reads it
         return f"{self.what}: {self.measured:.3g} {self.unit}, predicted {self.predicted:.3g} ({self.error:+.0%})"
+
+
+def read_comparison(text: str, what: str) -> PlanComparison | None:
+    """The last one that a program's log has of it."""
+    lines = re.findall(rf"{re.escape(what)}: (\S+) (\S+), predicted (\S+) \(", text)
+    return PlanComparison(what, float(lines[-1][2]), float(lines[-1][0]), lines[-1][1]) if lines else None
 
 
 def compare_with_plan(

@@ -187,19 +187,26 @@ def open_shape(model: str) -> ModelShape:
         return _of_directory(path)
     if path.is_dir():
         raise InputError("MODEL", f"{model}, a folder without config.json", "a model's folder")
+    short, document, stored = known_shape(model)
+    shape = shape_from_config(document["config"], short, stored=stored)
+    if model.lower() not in {short, *map(str.lower, (*document["names"], *document.get("bf16_names", ())))}:
+        return shape  # a later release of the same shape
+    size = document.get("checkpoint_bytes", 0) if stored == document["stored"] else 0
+    return replace(shape, checkpoint_bytes=size, published=tuple(document["published"]))
+
+
+def known_shape(model: str) -> tuple[str, dict[str, Any], str]:
+    """Short name and document of the shipped shape of a hub id, a short name or an alias, and the format in which its
+    experts were released."""
     known = shipped_shapes()
     for short, document in known.items():
-        names = {short, *(name.lower() for name in document["names"])}
-        bf16_names = {name.lower() for name in document.get("bf16_names", ())}
-        if model.lower() in names | bf16_names:
-            released = model.lower() in names
-            stored, size = (document["stored"], document.get("checkpoint_bytes", 0)) if released else ("bf16", 0)
-            shape = shape_from_config(document["config"], short, stored=stored)
-            return replace(shape, checkpoint_bytes=size, published=tuple(document["published"]))
+        if model.lower() in {short, *map(str.lower, document["names"])}:
+            return short, document, document["stored"]
+        if model.lower() in map(str.lower, document.get("bf16_names", ())):
+            return short, document, "bf16"
     released_as = known_model(model)
     if released_as is not None and released_as.shape is not None:
-        document = known[released_as.shape]
-        return shape_from_config(document["config"], released_as.shape, stored=released_as.format_of(model))
+        return released_as.shape, known[released_as.shape], released_as.format_of(model)
     if released_as is not None:
         raise InputError(
             "MODEL",
