@@ -7,7 +7,6 @@ every cell. The public form keeps these fields alone, and of texts only words wi
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import subprocess
@@ -148,8 +147,8 @@ def public(record: dict[str, Any]) -> dict[str, Any]:
         flags += [] if secret or name or not PUBLIC_WORD.fullmatch(word) else [word]
         secret = name and "=" not in word
     kept = ("bench", "version", "machine", "commit", "roofs", "rows", "refused", "memory")
-    document = {name: record[name] for name in kept if name in record}
-    return json.loads(json.dumps(document | {"model": model, "flags": flags}))  # type: ignore[no-any-return]
+    document: dict[str, Any] = {name: record[name] for name in kept if name in record}
+    return document | {"model": model, "flags": flags}
 
 
 def compare(first: dict[str, Any], second: dict[str, Any]) -> list[dict[str, Any]]:
@@ -157,13 +156,12 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> list[dict[str, Any
     by_cell = {(row["prompt"], row["new"], row["streams"]): row for row in second["rows"]}
     rows = []
     for row in first["rows"]:
-        other = by_cell.get((row["prompt"], row["new"], row["streams"]))
-        for name in ("prompt_rate", "decode_rate") if other is not None else ():
-            before, after = statistics.fmean(row[name]), statistics.fmean(other[name])
-            test = f"pp{row['prompt']}" if name == "prompt_rate" else f"tg{row['new']} @ d{row['prompt']}"
-            rows.append(
-                {"test": test, "streams": row["streams"], "first": before, "second": after, "ratio": after / before}
-            )
+        cell = (row["prompt"], row["new"], row["streams"])
+        tests = (("prompt_rate", f"pp{row['prompt']}"), ("decode_rate", f"tg{row['new']} @ d{row['prompt']}"))
+        for name, test in tests if cell in by_cell else ():
+            before, after = statistics.fmean(row[name]), statistics.fmean(by_cell[cell][name])
+            of_test = {"test": test, "streams": row["streams"], "first": before, "second": after}
+            rows.append(of_test | {"ratio": after / before})
     if not rows:
         raise InputError("--compare", "two records without a cell in common", "the same --prompts, --new and --streams")
     return rows

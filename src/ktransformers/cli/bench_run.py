@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 MEMORY_SHARE = 0.8  # of free memory and of the disk that a whole random model may take
 # What `kt quant` writes for the formats in which experts are released.
 WRITTEN = {"fp8": "fp8:128x128", "int4": "int4", "gptq": "int4", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
+SAMPLE_SECONDS = 0.02  # between two readings of the server's memory
 Print = Callable[[str], None]
 
 
@@ -60,6 +61,9 @@ class Opened:
 
 def run(request: Request, folder: Path | None, show: Print | None) -> dict[str, Any]:
     """Rows are printed by `show` as they are measured."""
+    from ktransformers.serve.flags import parse
+
+    parse([request.model, *request.words])  # a wrong option is an error before weights are made
     if request.gpu_memory is not None:
         os.environ[env.GPU_MEMORY] = request.gpu_memory  # of this process, which plans, and of the server
     with contextlib.ExitStack() as stack:
@@ -131,7 +135,8 @@ class _Run:
         longest = max(cell.prompt + cell.new + 2 for cell in cells)
         words = ["--served-model-name", "bench", "--max-running-requests", streams, "--max-queued-requests", streams]
         words += ["--max-total-tokens", str(max(cell.tokens for cell in cells)), "--context-length", str(longest)]
-        return [str(self._opened.directory), *words, "--force", *self._request.words]
+        # Prefixes stay in the cache itself: the plan does not count a host tier.
+        return [str(self._opened.directory), *words, "--kv-host-gb", "0", "--force", *self._request.words]
 
     def _fit(self) -> tuple[list[Cell], list[dict[str, Any]], Launch, Candidate, int]:
         """The cells that fit, and what the others lack; the largest cache is left out first."""
@@ -169,9 +174,9 @@ class _Run:
         port, before = child.free_port(None), gpu_used()
         words = ["serve", *self._words(self._cells), "--host", "127.0.0.1", "--port", str(port)]
         with child.locked(self._folder) as lock, child.server(words, port, file, lock):
-            asyncio.run(self._measure(port, record))
+            peak, end = asyncio.run(self._measure(port, record))
             used = [after - earlier for after, earlier in zip(gpu_used(), before, strict=True)]
-        record["memory"] = self._memory(file.read_text(), used)
+        record["memory"] = self._memory(file.read_text(), peak, end, used)
         for line in bench_record.footer(record, self._opened.note):
             self._say(line)
         return record
@@ -180,16 +185,22 @@ class _Run:
         gpu = [] if self._request.gpu_memory is None else ["--gpu-memory", self._request.gpu_memory]
         return [*gpu, *self._request.words]
 
-    async def _measure(self, port: int, record: dict[str, Any]) -> None:
+    async def _measure(self, port: int, record: dict[str, Any]) -> tuple[int, int]:
+        """Fills the rows; returns the server's anonymous memory at its peak and at the end."""
+        from ktransformers.serve.running import running_servers
         from ktransformers.serve.speed import StreamingClient
 
         client = StreamingClient(port, "bench", self._shape.vocabulary)
+        process = next(server.pid for server in running_servers() if server.port == port)
+        meter = asyncio.create_task(_peak_memory(process))
         for cell in self._cells:
             log(f"prompts of {cell.prompt} tokens, {cell.streams} at a time")
             row = self._row(cell, await self._samples(client, cell))
             record["rows"].append(row)
             for line in bench_record.table_lines(record, row):
                 self._say(line)
+        meter.cancel()
+        return await meter, system.resident_bytes("RssAnon", process)
 
     async def _samples(self, client: StreamingClient, cell: Cell) -> list[Sample]:
         try:
@@ -205,19 +216,31 @@ class _Run:
         row: dict[str, Any] = asdict(cell) | {name: [getattr(one, name) for one in samples] for name in names}
         return row | {"prompt_roof": cell.streams * cell.prompt / prompt, "decode_roof": cell.streams / decode}
 
-    def _memory(self, log_text: str, gpu: list[int]) -> dict[str, Any]:
+    def _memory(self, log_text: str, peak: int, end: int, gpu: list[int]) -> dict[str, Any]:
+        """Pinned memory is what the server's own account at its end has over the kernel's."""
         from ktransformers.plan.meter import AT_END, read_comparison
 
         comparison, planned = read_comparison(log_text, AT_END), self._plan.memory
-        host = {"predicted": planned.host_bytes, "used": None, "mapped": planned.mapped}
-        if comparison is not None:  # of what has been in use: a cache that was not filled is not
-            host |= {"predicted": round(comparison.predicted * 1e9), "used": round(comparison.measured * 1e9)}
-        gpus = [{"predicted": size, "used": used} for size, used in zip(planned.gpu_bytes, gpu, strict=False)]
-        return {"host": host, "gpus": gpus}
+        pinned = 0 if comparison is None else max(0, round(comparison.measured * 1e9) - end)
+        pinned = pinned if gpu else 0
+        tables = [{name: size for name, size in table.items() if name != "scores"} for table in planned.gpus]
+        host = {"predicted": planned.host_bytes - planned.host.get("scores", 0), "used": peak + pinned}
+        gpus = [{"predicted": sum(one.values()), "used": used} for one, used in zip(tables, gpu, strict=False)]
+        return {"host": host | {"mapped": planned.mapped}, "gpus": gpus}
 
     def _say(self, line: str) -> None:
         if self._show is not None:
             self._show(line)
+
+
+async def _peak_memory(process: int) -> int:
+    """Sampled until the task is cancelled."""
+    peak = 0
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            peak = max(peak, system.resident_bytes("RssAnon", process))
+            await asyncio.sleep(SAMPLE_SECONDS)
+    return peak
 
 
 def gpu_used() -> list[int]:

@@ -51,7 +51,7 @@ def candidate_rows(candidate: Candidate, machine: Machine) -> list[tuple[str, st
     if memory.pinned:
         rows.append(("pinned", f"{gigabytes(memory.pinned)} of the host's"))
     if memory.mapped:
-        rows.append(("mapped", f"{gigabytes(memory.mapped)} of the checkpoint's pages, in the page cache"))
+        rows.append(("mapped", f"{gigabytes(memory.mapped)} of the files' pages, in the page cache"))
     rows.append(("disk", table_line(memory.disk)))
     rows.append(("time", candidate.time.text))
     if candidate.missing:
@@ -185,7 +185,7 @@ def _memory_text(plan: Plan) -> str:
         where = "on the GPU" if len(memory.gpus) == 1 else f"on GPU {index}"
         parts.append(f"{gigabytes(sum(table.values()))} {of} {gigabytes(machine.gpus[index].memory)} {where}")
     where = "free host memory" if memory.gpus else "free memory"
-    return _join([*parts, f"{gigabytes(memory.host_bytes)} {of} {gigabytes(machine.memory)} {where}"])
+    return _join([*parts, f"{gigabytes(memory.host_bytes + memory.mapped)} {of} {gigabytes(machine.memory)} {where}"])
 
 
 def summary_rows(plan: Plan, steps: int | None = None) -> list[tuple[str, str]]:

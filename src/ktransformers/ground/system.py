@@ -166,9 +166,9 @@ def gpu_memory() -> list[tuple[int, int]]:
     return [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
 
 
-def resident_bytes(kind: str = "VmRSS") -> int:
-    """Memory of this process; with RssAnon the anonymous part alone, without mapped files."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def resident_bytes(kind: str = "VmRSS", process: int | str = "self") -> int:
+    """Memory of a process; with RssAnon the anonymous part alone, without mapped files."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
     return 0

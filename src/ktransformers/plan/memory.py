@@ -61,7 +61,7 @@ class MemoryPlan:
     disk: Table
     nodes: tuple[int, ...]  # host bytes by NUMA node
     pinned: int  # part of host
-    mapped: int  # pages of the checkpoint in the page cache, evicted under memory pressure
+    mapped: int  # pages of the files in the page cache, packed experts among them; evicted under memory pressure
 
     @property
     def host_bytes(self) -> int:
@@ -202,7 +202,8 @@ def predict_memory(
 ) -> MemoryPlan:
     model = model.kept_on(machine.cpu.isa)
     choice = as_stored(model, choice, machine)
-    experts = model.expert_layers * packed_layer_bytes(model, choice, machine.cpu.nodes)
+    mapped_experts = model.mapped_experts if choice.format == counted_as(model.stored) else 0
+    experts = 0 if mapped_experts else model.expert_layers * packed_layer_bytes(model, choice, machine.cpu.nodes)
     on_cpu_server = isinstance(work, Serving) and not choice.gpus
     host: Table = {"process": SERVER_PROCESS_BYTES if on_cpu_server else PROCESS_BYTES, "experts": experts}
     gpus: list[Table] = [{} for _ in range(choice.gpus)]
@@ -219,9 +220,11 @@ def predict_memory(
     as_released = model.rest_dtype_bytes == weight_bytes  # then they are mapped from the files
     coded, quantized_bytes = quantized_part(model, choice)
     numbers = model.rest - coded
-    if coded and not choice.gpus:
-        host["linear layers"] = quantized_bytes
     mapped = numbers * weight_bytes if not choice.gpus and as_released else 0
+    if coded and not choice.gpus and model.mapped_linears:
+        mapped += quantized_bytes
+    elif coded and not choice.gpus:
+        host["linear layers"] = quantized_bytes
     if not choice.gpus and not as_released:
         host["weights"] = numbers * weight_bytes
     if on_host := host_embedding(model, choice):
@@ -240,11 +243,11 @@ def predict_memory(
             free = machine.gpus[place].memory - sum(table.values())
             table |= _engine_bytes(model, work, choice, free, engine)
     disk["checkpoint"] = model.checkpoint_bytes or _released_bytes(model)
-    sliced, elsewhere = host["experts"], sum(host.values()) - host["experts"]
+    sliced, elsewhere = experts, sum(host.values()) - experts
     nodes = [sliced // machine.cpu.nodes] * machine.cpu.nodes
     nodes[0] += elsewhere  # allocated by one process, on its first node
     pinned += host.get("embedding", 0)
-    return MemoryPlan(host, tuple(gpus), disk, tuple(nodes), pinned, mapped)
+    return MemoryPlan(host, tuple(gpus), disk, tuple(nodes), pinned, mapped + mapped_experts)
 
 
 def _released_bytes(model: ModelShape) -> int:

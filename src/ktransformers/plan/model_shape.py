@@ -98,6 +98,8 @@ class ModelShape:
     two_plane_weights: int = 0
     two_plane_bytes: int = 0
     two_plane_absorbed: int = 0
+    mapped_experts: int = 0  # bytes of packed experts on disk, which are mapped and not copied
+    mapped_linears: int = 0  # and of packed dense weights
     published: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
 
     def kept_on(self, isa: str) -> ModelShape:
@@ -240,7 +242,7 @@ def _dtype_bytes(text_config: Mapping[str, Any]) -> int:
 
 def stored_as(shape: ModelShape, spec: str | None) -> ModelShape:
     """The shape with experts in another format; None: as released."""
-    return shape if spec is None else replace(shape, stored=spec.partition(":")[0])
+    return shape if spec is None else replace(shape, stored=spec.partition(":")[0], mapped_experts=0)
 
 
 def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf16") -> ModelShape:
@@ -335,6 +337,8 @@ def _of_directory(folder: Path) -> ModelShape:
         intermediate=first.intermediate,
         gated=first.gated,
         stored=name_of(first.formats["up"]),
+        mapped_experts=sum({layer.file: sum(layer.bytes.values()) for layer in manifest.layers}.values()),
+        mapped_linears=sum(linear.bytes for linear in manifest.linears),
     )
 
 
