@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,12 +151,21 @@ class _Run:
             if plan is None:
                 raise InputError("MODEL", f"{self._request.model}, which the planner cannot read", "a known family")
             if plan.best is not None:
-                return cells, refused, launch, plan.best, chunk_size(launch, plan)
+                return cells, refused, launch, self._narrowed(plan.best, cells), chunk_size(launch, plan)
             largest = max(cells, key=lambda cell: cell.tokens)
             cells.remove(largest)
             refused.append({**asdict(largest), "lacking": plan.nearest.lacking})
         missing = ", ".join(f"{size / 1e9:.1f} GB of {place}" for place, size in refused[-1]["lacking"].items())
         raise InputError(self._request.model, f"{missing} missing", "a cell that fits", "smaller --prompts or --layers")
+
+    def _narrowed(self, plan: Candidate, cells: list[Cell]) -> Candidate:
+        """A pass has no more tokens than all prompts of a cell together, whatever the server allows."""
+        from ktransformers.plan import Serving
+        from ktransformers.plan.planner import evaluate
+
+        assert isinstance(plan.work, Serving)
+        prompt = min(plan.work.prompt, max(cell.streams * cell.prompt for cell in cells))
+        return evaluate(self._shape, replace(plan.work, prompt=prompt), plan.choice, self._machine)
 
     def record(self) -> dict[str, Any]:
         from ktransformers.evaluate.loop import child

@@ -51,8 +51,9 @@ FORMAT_BY_ENDING = {
 # Methods of releases that quantise linear layers besides the experts too, except router, embedding and head.
 QUANTIZED_LINEARS = {"fp8": "fp8:128x128", "gptq": "int4:128:f16"}
 
+SHARED_KEYS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 # Model types whose router adds a number to the score of every expert, or has a bias.
-CORRECTED_ROUTERS = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm_moe_dsa", "minimax_m2", *BIASED)
+CORRECTED_ROUTERS = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "minimax_m2", *BIASED)
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,9 @@ def open_shape(model: str) -> ModelShape:
         raise InputError("MODEL", f"{model}, a folder without config.json", "a model's folder")
     short, document, stored = known_shape(model)
     shape = shape_from_config(document["config"], short, stored=stored)
+    if counted := dict(document.get("counted", {})):  # in transformers' model, where formulas do not know the layers
+        rest = counted.pop("rest") - shape.embedding - shape.head
+        shape = replace(shape, rest_per_layer=rest // shape.layers, **counted)
     if model.lower() not in {short, *map(str.lower, (*document["names"], *document.get("bf16_names", ())))}:
         return shape  # a later release of the same shape
     size = document.get("checkpoint_bytes", 0) if stored == document["stored"] else 0
@@ -224,7 +228,7 @@ def _expert_layers(text_config: Mapping[str, Any], layers: int) -> int:
     """By Qwen's step and exceptions, DeepSeek's first dense layers and frequency, or a list of layer types."""
     kinds = text_config.get("mlp_layer_types")
     if kinds:
-        return sum(kind == "sparse" for kind in kinds)
+        return sum(kind != "dense" for kind in kinds)
     exceptions = set(text_config.get("mlp_only_layers") or ())
     first = config_number(text_config, "first_k_dense_replace", "moe_layer_start_index", default=0)
     step = config_number(text_config, "decoder_sparse_step", default=1)
@@ -255,7 +259,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
     inner = config_number(text_config, "moe_intermediate_size", "intermediate_size")
     sparse = _expert_layers(text_config, layers)
     attention = attention_layers(text_config, layers)
-    shared = config_number(text_config, "n_shared_experts", "moe_num_shared_experts", default=0) * inner
+    shared = config_number(text_config, *SHARED_KEYS, default=0) * inner
     shared += config_number(text_config, "shared_expert_intermediate_size", default=0)
     if text_config.get("enable_moe_block"):  # gemma4 adds its experts to a dense MLP
         shared += config_number(text_config, "intermediate_size")

@@ -39,6 +39,8 @@ from ktransformers.quant.plan import ConversionPlan, plan_conversion
 
 POOL_NUMBERS = 4_000_037  # a prime, so that no two rows of a matrix are the same window
 CACHES = 8  # last-level caches that the distinct layers of a linked model are as large as
+# Keys of a configuration with an entry for each layer.
+BY_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "num_attention_heads_per_layer", "hybrid_override_pattern")
 EMBEDDING_SCALE = 32.0
 
 
@@ -122,13 +124,11 @@ class RandomModel:
 def cut_config(config: Mapping[str, Any], layers: int | None) -> tuple[dict[str, Any], int]:
     """The first so many layers, all by default, and how many there are."""
     text = dict(config.get("text_config") or config)
-    total = int(text["num_hidden_layers"])
+    total = text.get("num_hidden_layers") or len(text["hybrid_override_pattern"])
     if layers is not None and not 1 <= layers <= total:
         raise InputError("layers", layers, f"1 to {total}")
-    text["num_hidden_layers"] = layers or total
-    for name in ("layer_types", "mlp_layer_types", "indexer_types"):
-        if text.get(name):
-            text[name] = text[name][: text["num_hidden_layers"]]
+    text |= {"num_hidden_layers": layers or total} if "num_hidden_layers" in text else {}
+    text |= {name: text[name][: layers or total] for name in BY_LAYER if text.get(name)}
     return ({**config, "text_config": text} if config.get("text_config") else text), total
 
 
