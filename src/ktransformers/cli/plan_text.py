@@ -39,12 +39,17 @@ def choice_line(candidate: Candidate) -> str:
     return f"experts in {choice.format} {POLICY_TEXTS[choice.policy]}{residents}; {where}"
 
 
-def candidate_rows(candidate: Candidate, machine: Machine) -> list[tuple[str, str]]:
+def candidate_rows(candidate: Candidate, model: ModelShape, machine: Machine) -> list[tuple[str, str]]:
+    from ktransformers.plan.workload import expert_bytes
+
     memory = candidate.memory
     rows = [("how", choice_line(candidate))]
     for index, table in enumerate(memory.gpus):
         used = f"{gigabytes(sum(table.values()))} of {gigabytes(machine.gpus[index].memory)}"
         rows.append((f"gpu {index}", f"{used}: {table_line(table)}"))
+    if slots := memory.gpus[0].get("slots", 0) if memory.gpus else 0:
+        experts = slots // expert_bytes(model, candidate.choice)
+        rows.append(("stream", f"a buffer of {gigabytes(slots)} on each GPU: {experts} experts, {experts / model.experts:.2g} layers"))
     rows.append(("host", f"{gigabytes(memory.host_bytes)} of {gigabytes(machine.memory)}: {table_line(memory.host)}"))
     if len(memory.nodes) > 1:
         rows.append(("nodes", ", ".join(gigabytes(size) for size in memory.nodes)))
@@ -67,7 +72,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     if candidate.hosts is not None:
         rows = hosts_rows(candidate, candidate.hosts, plan.machine)
     else:
-        rows = candidate_rows(candidate, plan.machine)
+        rows = candidate_rows(candidate, plan.model, plan.machine)
         modes = (f"{name} at {tokens} tokens {decision.reason}" for name, (tokens, decision) in modes_of(plan).items())
         rows.insert(1, ("modes", "; ".join(modes)))
     if plan.best is None:

@@ -25,6 +25,8 @@ CUDA_HOST_BYTES = 1_500_000_000  # added by CUDA, pages of its libraries include
 CUBLAS_BYTES = 67_000_000  # workspaces of GEMMs, measured on an H200
 LOSS_ROWS, LOSS_COLUMNS = 4096, 32768  # a tile of logits in TRL's chunked loss
 LOSS_COPIES = 7.25  # float32 and bool copies of the tile where torch operators compute it (a CPU); Triton needs none
+# Scores of a block of queries, twice in float32, where attention has sinks (serve/attention/attention.py).
+MOST_SCORES, SCORE_BYTES = 1 << 26, 8
 SCORED_ROWS = 128  # of a prompt whose log-probabilities a server computes at a time
 THREAD_SCRATCH_BYTES = 3_000_000  # of one thread of the pool
 HUGE_PAGE = 2 << 20  # from this size on the core maps whole huge pages
@@ -395,6 +397,9 @@ def _serving(model: ModelShape, work: Serving, choice: Choice, host: Table, gpus
         host["absorbed keys"] = absorbed * model.rest_dtype_bytes
     width = 8 * model.hidden + 2 * model.attention_width + model.mlp_width
     activations = work.tokens * (work.rest_bytes * width + 4 * model.scan_width) + work.sequences * model.vocabulary * 4
+    if not gpus:  # the other parts of a layer are not there at the same time
+        scores = min(MOST_SCORES, model.score_heads * work.tokens * work.context)
+        activations = max(activations, SCORE_BYTES * scores)
     score = 8 if work.rest_bytes == 4 else work.rest_bytes + 8  # of a logit, its float32 copy and its logarithm
     rows = work.tokens * model.hidden * work.rest_bytes
     for table in gpus or [host]:

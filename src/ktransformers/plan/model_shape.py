@@ -53,7 +53,17 @@ QUANTIZED_LINEARS = {"fp8": "fp8:128x128", "gptq": "int4:128:f16"}
 
 SHARED_KEYS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 # Model types whose router adds a number to the score of every expert, or has a bias.
-CORRECTED_ROUTERS = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "minimax_m2", *BIASED)
+CORRECTED_ROUTERS = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "kimi_k2",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "hy_v3",
+    "minimax_m2",
+    *BIASED,
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,7 @@ class ModelShape:
     two_plane_weights: int = 0
     two_plane_bytes: int = 0
     two_plane_absorbed: int = 0
+    score_heads: int = 0  # of attention with sinks, whose scores a server on a CPU holds for a block of queries
     mapped_experts: int = 0  # bytes of packed experts on disk, which are mapped and not copied
     mapped_linears: int = 0  # and of packed dense weights
     published: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
@@ -310,6 +321,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
         index_topk=config_number(text_config, "index_topk", default=0),
         window=window,
         window_width=sum(layer.cache for layer in attention if layer.windowed and window),
+        score_heads=config_number(text_config, "num_attention_heads") if text_config.get("model_type") in BIASED else 0,
         expert_biases=2 * inner + hidden if str(text_config.get("model_type")) in BIASED else 0,
         states=state_numbers(text_config, layers),
         scan_width=scan_numbers(text_config, layers),

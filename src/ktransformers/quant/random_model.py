@@ -40,7 +40,13 @@ from ktransformers.quant.plan import ConversionPlan, plan_conversion
 POOL_NUMBERS = 4_000_037  # a prime, so that no two rows of a matrix are the same window
 CACHES = 8  # last-level caches that the distinct layers of a linked model are as large as
 # Keys of a configuration with an entry for each layer.
-BY_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "num_attention_heads_per_layer", "hybrid_override_pattern")
+BY_LAYER = (
+    "layer_types",
+    "mlp_layer_types",
+    "indexer_types",
+    "num_attention_heads_per_layer",
+    "hybrid_override_pattern",
+)
 EMBEDDING_SCALE = 32.0
 
 
