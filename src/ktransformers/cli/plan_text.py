@@ -49,7 +49,8 @@ def candidate_rows(candidate: Candidate, model: ModelShape, machine: Machine) ->
         rows.append((f"gpu {index}", f"{used}: {table_line(table)}"))
     if slots := memory.gpus[0].get("slots", 0) if memory.gpus else 0:
         experts = slots // expert_bytes(model, candidate.choice)
-        rows.append(("stream", f"a buffer of {gigabytes(slots)} on each GPU: {experts} experts, {experts / model.experts:.2g} layers"))
+        layers = f"{experts / model.experts:.2g} layers"
+        rows.append(("stream", f"a buffer of {gigabytes(slots)} on each GPU: {experts} experts, {layers}"))
     rows.append(("host", f"{gigabytes(memory.host_bytes)} of {gigabytes(machine.memory)}: {table_line(memory.host)}"))
     if len(memory.nodes) > 1:
         rows.append(("nodes", ", ".join(gigabytes(size) for size in memory.nodes)))
