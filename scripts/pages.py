@@ -82,7 +82,7 @@ def records() -> dict[str, dict[str, Any]]:
 def machine_text(record: dict[str, Any]) -> str:
     machine = record["machine"]
     gpus = ", ".join(f"{gpu['name']} ({gigabytes(gpu['memory'])})" for gpu in machine["gpus"]) or "no GPU"
-    return f"{machine['cpu']}, {machine['cores']} cores ({machine['isa']}), {machine['memory_gib']:.0f} GiB; {gpus}"
+    return f"{machine['cpu']}, {machine['cores']} cores ({machine['isa']}), {machine['memory_gib']:.0f} GiB; {gpus}; load average {machine['load']:g} before the run"
 
 
 def weights_text(model: dict[str, Any]) -> str:

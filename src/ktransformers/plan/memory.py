@@ -128,7 +128,8 @@ def layer_bytes(model: ModelShape, work: Training) -> int:
     """What autograd keeps of one layer without its experts: 8 H for norms and residuals, attention twice, MLPs; with
     two-byte numbers also what norms compute in float32."""
     width = work.rest_bytes * (8 * model.hidden + 2 * model.attention_width + model.mlp_width)
-    float32_copies = 4 * (2 * model.hidden + model.attention_width // 2) if work.rest_bytes < 4 else 0
+    normed = 0 if model.latent_width else model.attention_width // 2  # norms of latents are narrow
+    float32_copies = 4 * (2 * model.hidden + normed) if work.rest_bytes < 4 else 0
     return work.tokens * (width + float32_copies)
 
 

@@ -114,6 +114,7 @@ def describe_machine() -> dict[str, Any]:
         "isa": _core.isa(),
         "arch": platform.machine(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "load": round(os.getloadavg()[0], 1),  # of other programs, mostly
         "kernel": platform.release(),
         "python": platform.python_version(),
         "python_loop_seconds": system.python_loop_seconds(),
