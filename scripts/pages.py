@@ -82,7 +82,8 @@ def records() -> dict[str, dict[str, Any]]:
 def machine_text(record: dict[str, Any]) -> str:
     machine = record["machine"]
     gpus = ", ".join(f"{gpu['name']} ({gigabytes(gpu['memory'])})" for gpu in machine["gpus"]) or "no GPU"
-    return f"{machine['cpu']}, {machine['cores']} cores ({machine['isa']}), {machine['memory_gib']:.0f} GiB; {gpus}; load average {machine['load']:g} before the run"
+    memory, load = f"{machine['memory_gib']:.0f} GiB", f"load average {machine['load']:g} before the run"
+    return f"{machine['cpu']}, {machine['cores']} cores ({machine['isa']}), {memory}; {gpus}; {load}"
 
 
 def weights_text(model: dict[str, Any]) -> str:
