@@ -87,7 +87,7 @@ def machine_text(record: dict[str, Any]) -> str:
 
 
 def weights_text(model: dict[str, Any]) -> str:
-    parts = ["random weights" if model["random"] else "released weights"]
+    parts = ["Random weights" if model["random"] else "Released weights"]
     if model["layers"] < model["of_layers"]:
         parts.append(f"the first {model['layers']} of {model['of_layers']} layers")
     parts += [f"linked: {model['linked']} distinct layers"] if model["linked"] else []
