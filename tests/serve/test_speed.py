@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ktransformers.serve.speed import Cell, decode_rate
+from ktransformers.serve.speed import SpeedCell, decode_rate
 
 
 def test_rate_counts_tokens_while_all_streams_decode() -> None:
@@ -16,4 +16,4 @@ def test_rate_of_streams_that_began_after_others_had_ended() -> None:
 
 
 def test_cell_counts_the_cache_that_it_takes() -> None:
-    assert Cell(prompt=2048, new=128, streams=8).tokens == 8 * (2048 + 128 + 64)
+    assert SpeedCell(prompt=2048, new=128, streams=8).tokens == 8 * (2048 + 128 + 64)

@@ -82,11 +82,11 @@ def bench(
         print(json.dumps(rows, indent=2) if as_json else bench_record.comparison_table(rows))
         return
     from ktransformers.cli.bench_run import Request, run
-    from ktransformers.serve.speed import Cell
+    from ktransformers.serve.speed import SpeedCell
 
     model = ask.for_model(model, as_json)
     cells = [
-        Cell(prompt, new, count)
+        SpeedCell(prompt, new, count)
         for prompt in parse_counts("prompts", prompts)
         for count in parse_counts("streams", streams)
     ]

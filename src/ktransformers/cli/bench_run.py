@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ktransformers.plan import Candidate
     from ktransformers.plan.roofs import Roofs
     from ktransformers.serve.flags import Launch
-    from ktransformers.serve.speed import Cell, Sample, StreamingClient
+    from ktransformers.serve.speed import SpeedCell, SpeedSample, StreamingClient
 
 MEMORY_SHARE = 0.8  # of free memory and of the disk that a whole random model may take
 # What `kt quant` writes for the formats in which experts are released.
@@ -41,7 +41,7 @@ Print = Callable[[str], None]
 @dataclass(frozen=True)
 class Request:
     model: str
-    cells: list[Cell]
+    cells: list[SpeedCell]
     repetitions: int = 3
     layers: int | None = None
     format: str | None = None
@@ -129,7 +129,7 @@ class _Run:
         self._machine = this_machine()
         self._cells, self._refused, self._launch, self._plan, self._chunk = self._fit()
 
-    def _words(self, cells: list[Cell]) -> list[str]:
+    def _words(self, cells: list[SpeedCell]) -> list[str]:
         """The launch line of a server for these cells."""
         streams = str(max(cell.streams for cell in cells))
         longest = max(cell.prompt + cell.new + 2 for cell in cells)
@@ -138,7 +138,7 @@ class _Run:
         # Prefixes stay in the cache itself: the plan does not count a host tier.
         return [str(self._opened.directory), *words, "--kv-host-gb", "0", "--force", *self._request.words]
 
-    def _fit(self) -> tuple[list[Cell], list[dict[str, Any]], Launch, Candidate, int]:
+    def _fit(self) -> tuple[list[SpeedCell], list[dict[str, Any]], Launch, Candidate, int]:
         """The cells that fit, and what the others lack; the largest cache is left out first."""
         from ktransformers.serve.flags import parse
         from ktransformers.serve.forecast import chunk_size, plan_server
@@ -158,7 +158,7 @@ class _Run:
         missing = ", ".join(f"{size / 1e9:.1f} GB of {place}" for place, size in refused[-1]["lacking"].items())
         raise InputError(self._request.model, f"{missing} missing", "a cell that fits", "smaller --prompts or --layers")
 
-    def _narrowed(self, plan: Candidate, cells: list[Cell]) -> Candidate:
+    def _narrowed(self, plan: Candidate, cells: list[SpeedCell]) -> Candidate:
         """A pass has no more tokens than all prompts of a cell together, whatever the server allows."""
         from ktransformers.plan import Serving
         from ktransformers.plan.planner import evaluate
@@ -211,13 +211,13 @@ class _Run:
         meter.cancel()
         return await meter, system.resident_bytes("RssAnon", process)
 
-    async def _samples(self, client: StreamingClient, cell: Cell) -> list[Sample]:
+    async def _samples(self, client: StreamingClient, cell: SpeedCell) -> list[SpeedSample]:
         try:
             return await client.measure(cell, self._request.repetitions)
         except OSError as error:
             raise KTError(f"the server is gone ({error}); {self._folder / 'server.log'} has the reason") from error
 
-    def _row(self, cell: Cell, samples: list[Sample]) -> dict[str, Any]:
+    def _row(self, cell: SpeedCell, samples: list[SpeedSample]) -> dict[str, Any]:
         shape, plan = self._shape, self._plan
         prompt = self.roofs.prompt_seconds(shape, plan, cell.streams * cell.prompt, self._chunk)
         decode = self.roofs.decode_seconds(shape, plan, self._machine, cell.prompt + cell.new // 2, cell.streams)

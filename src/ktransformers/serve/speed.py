@@ -23,7 +23,7 @@ LONG_SECONDS = 20.0  # of a round: its cell is not warmed up, nor repeated
 
 
 @dataclass(frozen=True)
-class Cell:
+class SpeedCell:
     prompt: int  # tokens
     new: int
     streams: int
@@ -35,7 +35,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Sample:
+class SpeedSample:
     prompt_rate: float  # tokens/s, until the last stream has its first token
     first_token: float  # seconds, the median of the streams
     decode_rate: float  # tokens/s, while all streams decode
@@ -86,21 +86,21 @@ class StreamingClient:
             raise KTError(f"the server ended an answer after {min(map(len, times))} of {new} tokens; its log has why")
         return times
 
-    async def sample(self, cell: Cell, new: int) -> Sample:
+    async def sample(self, cell: SpeedCell, new: int) -> SpeedSample:
         prompts = [self.draw(cell.prompt) for _ in range(cell.streams)]
         begun = time.perf_counter()
         firsts = [one[0] - begun for one in await self.ask_all(prompts, 1)]
         rate = cell.streams * cell.prompt / max(firsts)
-        return Sample(rate, statistics.median(firsts), decode_rate(await self.ask_all(prompts, new + 1)))
+        return SpeedSample(rate, statistics.median(firsts), decode_rate(await self.ask_all(prompts, new + 1)))
 
-    async def measure(self, cell: Cell, repetitions: int) -> list[Sample]:
+    async def measure(self, cell: SpeedCell, repetitions: int) -> list[SpeedSample]:
         """Rounds behind a warm-up round, which captures graphs and fills pools. Of a cell that takes long the first
         round is the only one."""
         begun = time.perf_counter()
         first = await self.sample(cell, min(FEW_TOKENS, cell.new))
         if time.perf_counter() - begun < LONG_SECONDS:
             return [await self.sample(cell, cell.new) for _ in range(repetitions)]
-        return [Sample(first.prompt_rate, first.first_token, (await self.sample(cell, cell.new)).decode_rate)]
+        return [SpeedSample(first.prompt_rate, first.first_token, (await self.sample(cell, cell.new)).decode_rate)]
 
 
 def decode_rate(times: Sequence[Sequence[float]]) -> float:
