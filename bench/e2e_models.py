@@ -169,20 +169,11 @@ def _is_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def _scatter(parameter: torch.Tensor, pool: torch.Tensor, start: int) -> None:
-    """Normal numbers from the pool, again and again; its length is no multiple of a row's, so rows differ."""
-    flat = parameter.view(-1)
-    place = 0
-    while place < flat.numel():
-        piece = pool[start : start + flat.numel() - place]
-        flat[place : place + piece.numel()] = piece
-        place, start = place + piece.numel(), 0
-    parameter.mul_(parameter.shape[-1] ** -0.5)
-
-
 def _fill(model: nn.Module, device: torch.device) -> None:
     """Norms 1, other vectors 0, matrices normal; those of a layer's experts from the first layer's."""
     import torch
+
+    from ktransformers.quant.random_model import fill_from_pool
 
     generator = torch.Generator(device).manual_seed(0)
     pool = torch.randn(POOL, generator=generator, device=device).to(torch.bfloat16)
@@ -193,7 +184,7 @@ def _fill(model: nn.Module, device: torch.device) -> None:
             if parameter.dim() == 1:
                 parameter.fill_(1.0 if role == "weight" else 0.0)
             elif not _is_expert(name) or role not in made:
-                _scatter(parameter, pool, place * 997 % POOL)
+                fill_from_pool(parameter, pool, place * 997 % POOL)
                 made[role] = parameter
             elif parameter.data_ptr() != made[role].data_ptr():
                 parameter.copy_(made[role])

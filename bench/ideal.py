@@ -10,60 +10,18 @@ no softmax, so no program reaches it; a measured step over it says what is left 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from e2e_models import Recipe
 
+from ktransformers.plan.roofs import Roofs
 from ktransformers.quantized.gpu.layout import geometry
 
-MEGABYTES = 256 << 20
-SIDE = 8192  # of the GPU's product
 STREAMED = ("stream", "stream_all")  # all experts cross the link, forward and back
 AGAIN = 5 / 3  # products of backward on the GPU over forward's: gate and up once more, then as many as forward
 
 
-@dataclass(frozen=True)
-class Rates:
-    read: float  # bytes/s
-    tiles: float  # flop/s
-    link: float = 0.0  # bytes/s; 0: no GPU
-    gpu: float = 0.0  # flop/s
-
-
-def measure() -> Rates:
-    import torch
-
-    from ktransformers.ground.pool import default_pool
-
-    pool = default_pool()
-    read, tiles = pool.rate("read", 0.2, bytes=(1 << 30) // pool.threads), pool.rate("panels", 0.2)
-    if not torch.cuda.is_available():
-        return Rates(read, tiles)
-    here = torch.empty(MEGABYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(MEGABYTES, dtype=torch.uint8, device="cuda")
-    square = torch.randn(SIDE, SIDE, dtype=torch.bfloat16, device="cuda")
-    link = MEGABYTES / _seconds(there.copy_, here, True)
-    gpu = 2 * SIDE**3 / _seconds(torch.matmul, square, square)
-    return Rates(read, tiles, link, gpu)
-
-
-def _seconds(call: Callable[..., Any], *given: Any) -> float:
-    import torch
-
-    taken = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        call(*given)
-        torch.cuda.synchronize()
-        taken.append(time.perf_counter() - begun)
-    return min(taken)
-
-
-def ideal(recipe: Recipe, cell: dict[str, Any], rates: Rates) -> dict[str, Any]:
+def ideal(recipe: Recipe, cell: dict[str, Any], rates: Roofs) -> dict[str, Any]:
     """Seconds of a measured cell's step, and of each of the four at the share that was chosen."""
     words, layers, tokens = recipe.config, cell["layers"], cell["tokens"]
     hidden, wide, top = words["hidden_size"], words["moe_intermediate_size"], words["num_experts_per_tok"]
@@ -82,7 +40,7 @@ def ideal(recipe: Recipe, cell: dict[str, Any], rates: Rates) -> dict[str, Any]:
 
     def at(share: float) -> dict[str, float]:
         return {
-            "dram": size / rates.read,
+            "dram": size / rates.dram,
             "pcie": share * size / rates.link if rates.link else 0.0,
             "tiles": (1 - share) * (forward + back) / rates.tiles,
             "gpu": (share * forward * (1 + AGAIN) + rest) / rates.gpu if rates.gpu else 0.0,

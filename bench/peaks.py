@@ -5,19 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ktransformers.ground.system import resident_bytes
+from ktransformers.plan.meter import uncounted_pinned
+
 if TYPE_CHECKING:
     import torch
 
 GIB = 1 << 30
-PROBE = 64 << 20  # bytes of pinned memory, to see whether RSS counts them
-
-
-def host_bytes(key: str) -> int:
-    """A line of /proc/self/status in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def graph_bytes() -> int:
@@ -31,19 +25,10 @@ def graph_bytes() -> int:
 
 
 class Peaks:
-    """Memory of this process since `reset`, graphs' own included. The driver maps pinned memory in a way that RSS may
-    not count; whether it does is tried once, and where it does not, what torch's pinned allocator holds is added."""
+    """Memory of this process since `reset`, graphs' own included, and pinned memory that RSS does not count."""
 
     def __init__(self, device: torch.device) -> None:
-        import torch
-
         self._gpu = device.type == "cuda"
-        self._uncounted = False
-        if self._gpu:
-            before = host_bytes("VmRSS")
-            probe = torch.empty(PROBE, dtype=torch.uint8, pin_memory=True).fill_(1)
-            self._uncounted = host_bytes("VmRSS") - before < PROBE // 2
-            del probe  # the allocator keeps it for what is pinned later
 
     def reset(self) -> None:
         import torch
@@ -67,23 +52,16 @@ class Peaks:
             torch.cuda.reset_peak_memory_stats()
         return before
 
-    def _pinned(self) -> int:
-        import torch
-
-        if not self._gpu or not self._uncounted:
-            return 0
-        return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
-
     def read(self, before: int = 0) -> dict[str, float]:
         """`before`: what `settle` has said."""
         import torch
 
-        gpu = self._gpu
+        gpu, pinned = self._gpu, uncounted_pinned("VmRSS")
         return {
             "gpu_peak_gib": max(before, self.allocated()) / GIB,
             "gpu_settling_gib": before / GIB,
             "gpu_graphs_gib": graph_bytes() / GIB if gpu else 0.0,
             "gpu_reserved_gib": torch.cuda.max_memory_reserved() / GIB if gpu else 0.0,
-            "host_peak_gib": (host_bytes("VmHWM") + self._pinned()) / GIB,
-            "host_pinned_apart_gib": self._pinned() / GIB,
+            "host_peak_gib": (resident_bytes("VmHWM") + pinned) / GIB,
+            "host_pinned_apart_gib": pinned / GIB,
         }

@@ -7,13 +7,14 @@ on the thread that computes; where the rest of the model is on a GPU, launching 
 from __future__ import annotations
 
 import argparse
-import json
-import threading
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
+
+from ktransformers.serve.speed import StreamingClient
 
 DEPTH = 16  # tokens before an answer
 
@@ -90,37 +91,20 @@ class InProcess:
 
 
 class OverHttp:
-    """Streams from a server, a thread for each."""
+    """Streams from a server on this machine."""
 
-    def __init__(self, url: str, served: str, model: Any) -> None:
-        self._url, self._served = url, served
-        self._clock = ExpertClock(model)
+    def __init__(self, port: int, model: Any) -> None:
+        self._port, self._clock = port, ExpertClock(model)
 
     def begin(self, prompts: list[list[int]], new: int, names: list[str | None]) -> list[list[float]]:
-        import http.client
-
-        times: list[list[float]] = [[] for _ in prompts]
         begun = time.perf_counter()
+        return asyncio.run(self._ask(prompts, new, names, begun))
 
-        def stream(place: int) -> None:
-            connection = http.client.HTTPConnection(self._url.removeprefix("http://"), timeout=3600)
-            body = {"model": names[place] or self._served, "prompt": prompts[place], "max_tokens": new}
-            body |= {"temperature": 0, "stream": True, "ignore_eos": True, "logprobs": 0}
-            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-            reply = connection.getresponse()
-            for line in reply:
-                if line.startswith(b"data: {"):
-                    times[place].append(time.perf_counter() - begun)
-            connection.close()
-
-        threads = [threading.Thread(target=stream, args=(place,)) for place in range(len(prompts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if any(not arrivals for arrivals in times):
-            raise SystemExit("the server did not answer a stream")
-        return times
+    async def _ask(
+        self, prompts: list[list[int]], new: int, names: list[str | None], begun: float
+    ) -> list[list[float]]:
+        times = await StreamingClient(self._port, "base", 0).ask_all(prompts, new, names)
+        return [[at - begun for at in one] for one in times]
 
     def expert_seconds(self) -> float:
         return self._clock.take()
@@ -157,4 +141,4 @@ def open_ours(
     from ktransformers.evaluate.prove.server import start_server
 
     with start_server(launch, target, lambda line: print(f"    {line}", flush=True)) as (url, service):
-        yield OverHttp(url, "base", service.engine.forward.model)
+        yield OverHttp(int(url.rpartition(":")[2]), service.engine.forward.model)

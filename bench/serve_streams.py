@@ -18,7 +18,6 @@ import asyncio
 import itertools
 import json
 import os
-import random
 import signal
 import socket
 import statistics
@@ -35,6 +34,8 @@ from arguments import numbers
 from serve_model import ATTENTION, make_model
 from shapes import SHAPES
 from timing import Table, Watch, describe_machine, print_last_line, save
+
+from ktransformers.serve.speed import StreamingClient, decode_rate
 
 SHORT = 200  # tokens of the prompt that is asked while a long one is computed
 BESIDE = 8  # streams beside a long prompt
@@ -125,66 +126,33 @@ class Server:
         self._log.close()
 
 
-class Client:
-    """Streams of one server, each on a connection that is kept for the next request."""
-
-    def __init__(self, port: int, vocabulary: int) -> None:
-        self._port, self._vocabulary, self._draw = port, vocabulary, random.Random()
-        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-
-    async def ask(self, prompt: int, new: int, times: list[float]) -> None:
-        """Appends the moment at which each token came."""
-        while self._idle and self._idle[-1][0].at_eof():  # idle for too long
-            self._idle.pop()
-        reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection("127.0.0.1", self._port)
-        tokens = [self._draw.randrange(3, self._vocabulary) for _ in range(prompt)]
-        body = {"model": "base", "prompt": tokens, "max_tokens": new, "temperature": 0, "stream": True}
-        text = json.dumps(body | {"ignore_eos": True, "logprobs": 0}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
-        status = await reader.readline()
-        if b" 200 " not in status:
-            raise SystemExit(f"{status.decode().strip()}: {(await reader.read(2000)).decode()}")
-        try:
-            while (line := await reader.readline()) != b"0\r\n":
-                if line.startswith(b"data: {"):
-                    times.append(time.perf_counter())
-                elif not line:
-                    raise SystemExit("the server closed a connection")
-            await reader.readline()
-        except asyncio.CancelledError:
-            writer.close()
-            raise
-        self._idle.append((reader, writer))
+class Client(StreamingClient):
+    """With the measurements of this bench."""
 
     async def rate(self, streams: int, new: int) -> float:
         """New tokens/s of all streams."""
-        times: list[list[float]] = [[] for _ in range(streams)]
-        await asyncio.gather(*(self.ask(16, new + 1, one) for one in times))
-        begun, ended = max(one[0] for one in times), min(one[-1] for one in times)
-        return sum(begun < at <= ended for one in times for at in one) / (ended - begun)
+        return decode_rate(await self.ask_all([self.draw(16) for _ in range(streams)], new + 1))
 
     async def alone(self, prompt: int) -> float:
         """Tokens/s of a prompt."""
-        first: list[float] = []
         begun = time.perf_counter()
-        await self.ask(prompt, 1, first)
-        return prompt / (first[0] - begun)
+        first = await self.ask_all([self.draw(prompt)], 1)
+        return prompt / (first[0][0] - begun)
 
     async def beside(self, prompt: int) -> dict[str, float]:
         """A prompt beside streams."""
         times: list[list[float]] = [[] for _ in range(BESIDE)]
-        streams = [asyncio.create_task(self.ask(16, 1 << 14, one)) for one in times]
+        streams = [asyncio.create_task(self.ask(self.draw(16), 1 << 14, one)) for one in times]
         while any(len(one) < 40 for one in times):
             await asyncio.sleep(0.01)
         before = statistics.median(b - a for one in times for a, b in itertools.pairwise(one))
         first: list[float] = []
         short: list[float] = []
         begun = time.perf_counter()
-        long = asyncio.create_task(self.ask(prompt, 1, first))
+        long = asyncio.create_task(self.ask(self.draw(prompt), 1, first))
         await asyncio.sleep(1.0)
         asked, inside = time.perf_counter(), not first
-        await self.ask(SHORT, 1, short)
+        await self.ask(self.draw(SHORT), 1, short)
         await long
         for stream in streams:
             stream.cancel()
@@ -206,7 +174,7 @@ def share(values: list[float], part: float) -> float:
 
 async def measure(args: argparse.Namespace, server: Server) -> dict[str, tuple[float, str]]:
     """Cells of one round: name -> (value, unit)."""
-    client, cells = Client(server.port, ATTENTION[args.shape].vocabulary), dict[str, tuple[float, str]]()
+    client, cells = Client(server.port, "base", ATTENTION[args.shape].vocabulary), dict[str, tuple[float, str]]()
     parts = args.only.split(",")
     await client.rate(2, 8)
     for streams in args.streams if "streams" in parts else ():

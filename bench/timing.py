@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -152,25 +151,10 @@ class Yardstick:
 
 
 def describe_machine() -> dict[str, Any]:
-    import torch
+    """Imported when it is called: interpreters of peers, which lack ktransformers, import this module too."""
+    from ktransformers.plan import roofs
 
-    import ktransformers
-    from ktransformers import _core
-    from ktransformers.ground import system
-
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {
-        **_core.machine(),
-        "arch": platform.machine(),
-        "memory_gib": round(pages / (1 << 30), 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "python_loop_seconds": system.python_loop_seconds(),
-        "torch": torch.__version__,
-        "torch_threads": torch.get_num_threads(),
-        "ktransformers": ktransformers.__version__,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
+    return roofs.describe_machine()
 
 
 class Table:

@@ -36,10 +36,11 @@ from typing import Any
 from e2e_clock import PARTS
 from e2e_models import VARIANTS, Recipe, answer, recipes
 from e2e_trainer import Trainer
-from ideal import STREAMED, Rates, ideal, measure
+from ideal import STREAMED, ideal
 from timing import Table, describe_machine, print_last_line, save
 
 from ktransformers.ground import env
+from ktransformers.plan.roofs import Roofs, measure_here
 
 POLICIES = ("cpu", "stream", "resident", "auto")
 
@@ -154,7 +155,7 @@ def expert_tflops(recipe: Recipe, cell: dict[str, Any]) -> dict[str, float]:
     return {"guide": 16 * rate, "products": 12 * rate}
 
 
-def whole_model(recipe: Recipe, cell: dict[str, Any], rates: Rates) -> dict[str, Any]:
+def whole_model(recipe: Recipe, cell: dict[str, Any], rates: Roofs) -> dict[str, Any]:
     """A step of the model that these few layers stand for.
 
     Two layers fit into the cache of experts, so backward finds there what forward copied, which many layers never do: a
@@ -176,7 +177,7 @@ class Bench:
         self.failed = False
         machine = describe_machine()
         machine["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        self.rates = measure()
+        self.rates = measure_here()
         machine["rates"] = dataclasses.asdict(self.rates)
         self.document: dict[str, Any] = {"bench": "train_e2e", "machine": machine}
         self.document |= {"attention_graphs": env.graphs_enabled("attention"), "models": {}, "cells": []}

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from ktransformers.plan.roofs import Roofs
+
 Run = Callable[..., tuple[list[str], dict[str, Any]]]
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 PARTS = {"experts_forward", "experts_backward", "experts_again", "attention", "optimizer", "rest"}
@@ -245,10 +247,9 @@ def test_a_few_layers_are_multiplied_up_by_what_a_deep_model_would_take(
     `auto`, whose best schedule gives a share to the CPU that the streamed step did not give it."""
     monkeypatch.syspath_prepend(str(BENCH))
     import e2e_models
-    import ideal
     import train_e2e
 
-    recipe, rates = e2e_models.recipes()["dsv3"], ideal.Rates(read=200e9, tiles=14e12, link=50e9, gpu=750e12)
+    recipe, rates = e2e_models.recipes()["dsv3"], Roofs(dram=200e9, tiles=14e12, link=50e9, gpu=750e12)
     cell = {"layers": 2, "tokens": 8192, "pieces": 1, "touched": 256, "format": "fp8:128x128", "policy": policy}
     copies = 2 * 2 * 256 * 3 * 7168 * 2048 * (1 + 4 / 128**2) / 50e9  # forward and back, a scale for each block
     for step_s in (0.586, 1.5):
@@ -267,7 +268,7 @@ def test_the_ideal_counts_the_bytes_of_a_format(monkeypatch: pytest.MonkeyPatch)
     import e2e_models
     import ideal
 
-    recipe, rates = e2e_models.recipes()["qwen3-30b"], ideal.Rates(read=200e9, tiles=14e12, link=50e9, gpu=750e12)
+    recipe, rates = e2e_models.recipes()["qwen3-30b"], Roofs(dram=200e9, tiles=14e12, link=50e9, gpu=750e12)
     cell = {"layers": 8, "tokens": 512, "pieces": 1, "touched": 128, "policy": "stream"}
     bits = {"bf16": 16, "bf16:12": 12.06, "int8": 8, "int4:32": 4.5, "int4:128": 4.125, "mxfp4": 4.25}
     seconds = {spec: ideal.ideal(recipe, cell | {"format": spec}, rates)["seconds"] for spec in bits}

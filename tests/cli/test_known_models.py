@@ -45,7 +45,13 @@ def test_short_name_is_the_download_of_its_hub_id(kt: RunKt, tmp_path: Path) -> 
     assert model_registry.resolve("glm-4.7") == str(directory)  # any release of it
     assert model_registry.resolve("zai-org/GLM-4.7") == "zai-org/GLM-4.7"  # a hub id is that one alone
     assert model_registry.portable_name("r1") == "deepseek-ai/DeepSeek-R1-0528"
-    assert model_registry.complete("k2") == ["k2", "k2-thinking", "k2.5"] and "m2" not in model_registry.complete("")
+    assert model_registry.complete("k2") == [
+        "k2",
+        "k2-thinking",
+        "k2.5",
+        "k2.6",
+        "k2.7",
+    ] and "m2" not in model_registry.complete("")
     kt("model", "add", str(write_model(tmp_path / "disk" / "m2")))
     assert model_registry.resolve("m2") == str(tmp_path / "disk" / "m2")  # a name of the user's comes first
 

@@ -83,10 +83,12 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 16, "sliding_window": 128},
     "phimoe": {"num_local_experts": 16, "sliding_window": 256},
     "qwen3_next": DELTA,
+    "qwen3_moe": {"num_experts": 64},
     "granitemoehybrid": MAMBA2,
     "jamba": MAMBA,
     "lfm2_moe": {"num_experts": 16, "layer_types": ["conv", "full_attention"] * 4, "num_dense_layers": 0},
 }
+PACKED = {"qwen3_moe": "int4"}  # served from a packed directory, whose experts are mapped
 # Prompt and new tokens of families whose stock modules are slow without kernels of their own.
 LENGTHS = {"jamba": (544, 32), "qwen3_next": (544, 32), "granitemoehybrid": (544, 32)}
 
@@ -102,6 +104,11 @@ def build_case(name: str, folder: Path) -> dict[str, Any]:
     model.save_pretrained(folder / "model")
     for file in TOKENIZER.glob("*.json"):
         shutil.copyfile(file, folder / "model" / file.name)
+    if name in PACKED:
+        from ktransformers.quant.convert import convert
+        from ktransformers.quant.plan import make_plan, parse_formats
+
+        convert(make_plan(folder / "model", parse_formats(PACKED[name])), folder / "packed")
     return {"parameters": sum(tensor.numel() for tensor in model.parameters())}
 
 
@@ -116,7 +123,7 @@ def serve_case(name: str, folder: Path) -> dict[str, Any]:
 
     prompt, new = LENGTHS.get(name, (PROMPT, NEW_TOKENS))
     launch = Launch(
-        str(folder / "model"),
+        str(folder / ("packed" if name in PACKED else "model")),
         device="cpu",
         max_running_requests=SEQUENCES,
         chunked_prefill_size=CHUNK,
@@ -124,7 +131,8 @@ def serve_case(name: str, folder: Path) -> dict[str, Any]:
     )
     service = open_service(launch, resolve_target(launch.target), lambda _: None)
     work = Serving(prompt + new, min(CHUNK, prompt), SEQUENCES, rest_bytes=service.engine.forward.model.dtype.itemsize)
-    memory = predict_memory(open_shape(launch.target), work, Choice("bf16"), with_gpus(this_machine(), "none"))
+    choice = Choice(PACKED.get(name, "bf16"))
+    memory = predict_memory(open_shape(launch.target), work, choice, with_gpus(this_machine(), "none"))
     with Meter() as meter:
         before = meter.peak
         kept = _complete(service, prompt, new)

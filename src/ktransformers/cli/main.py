@@ -17,8 +17,9 @@ import typer
 from ktransformers import __version__
 from ktransformers.cli import ask
 from ktransformers.cli.agent import AGENT_CONTEXT, agent
-from ktransformers.cli.bench import bench, microbench
+from ktransformers.cli.bench import BENCH_CONTEXT, bench, microbench
 from ktransformers.cli.chat import chat
+from ktransformers.cli.check import check
 from ktransformers.cli.config import config
 from ktransformers.cli.convert import convert
 from ktransformers.cli.doctor import doctor
@@ -63,7 +64,7 @@ def root(
 
 
 app.command(context_settings=AGENT_CONTEXT)(agent)
-app.command()(bench)
+app.command(context_settings=BENCH_CONTEXT)(bench)
 app.command()(chat)
 app.command()(convert)
 app.command()(doctor)
@@ -83,6 +84,7 @@ app.command("with", context_settings=WITH_CONTEXT)(with_)
 app.add_typer(model)
 model.command("make")(upcycle)
 model.command()(upcycle)
+model.command()(check)
 model.command()(download)
 model.command()(verify)
 model.command("remove", hidden=True)(rm)

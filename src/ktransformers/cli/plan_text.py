@@ -39,19 +39,25 @@ def choice_line(candidate: Candidate) -> str:
     return f"experts in {choice.format} {POLICY_TEXTS[choice.policy]}{residents}; {where}"
 
 
-def candidate_rows(candidate: Candidate, machine: Machine) -> list[tuple[str, str]]:
+def candidate_rows(candidate: Candidate, model: ModelShape, machine: Machine) -> list[tuple[str, str]]:
+    from ktransformers.plan.workload import expert_bytes
+
     memory = candidate.memory
     rows = [("how", choice_line(candidate))]
     for index, table in enumerate(memory.gpus):
         used = f"{gigabytes(sum(table.values()))} of {gigabytes(machine.gpus[index].memory)}"
         rows.append((f"gpu {index}", f"{used}: {table_line(table)}"))
+    if slots := memory.gpus[0].get("slots", 0) if memory.gpus else 0:
+        experts = slots // expert_bytes(model, candidate.choice)
+        layers = f"{experts / model.experts:.2g} layers"
+        rows.append(("stream", f"a buffer of {gigabytes(slots)} on each GPU: {experts} experts, {layers}"))
     rows.append(("host", f"{gigabytes(memory.host_bytes)} of {gigabytes(machine.memory)}: {table_line(memory.host)}"))
     if len(memory.nodes) > 1:
         rows.append(("nodes", ", ".join(gigabytes(size) for size in memory.nodes)))
     if memory.pinned:
         rows.append(("pinned", f"{gigabytes(memory.pinned)} of the host's"))
     if memory.mapped:
-        rows.append(("mapped", f"{gigabytes(memory.mapped)} of the checkpoint's pages, in the page cache"))
+        rows.append(("mapped", f"{gigabytes(memory.mapped)} of the files' pages, in the page cache"))
     rows.append(("disk", table_line(memory.disk)))
     rows.append(("time", candidate.time.text))
     if candidate.missing:
@@ -67,7 +73,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     if candidate.hosts is not None:
         rows = hosts_rows(candidate, candidate.hosts, plan.machine)
     else:
-        rows = candidate_rows(candidate, plan.machine)
+        rows = candidate_rows(candidate, plan.model, plan.machine)
         modes = (f"{name} at {tokens} tokens {decision.reason}" for name, (tokens, decision) in modes_of(plan).items())
         rows.insert(1, ("modes", "; ".join(modes)))
     if plan.best is None:
@@ -185,7 +191,7 @@ def _memory_text(plan: Plan) -> str:
         where = "on the GPU" if len(memory.gpus) == 1 else f"on GPU {index}"
         parts.append(f"{gigabytes(sum(table.values()))} {of} {gigabytes(machine.gpus[index].memory)} {where}")
     where = "free host memory" if memory.gpus else "free memory"
-    return _join([*parts, f"{gigabytes(memory.host_bytes)} {of} {gigabytes(machine.memory)} {where}"])
+    return _join([*parts, f"{gigabytes(memory.host_bytes + memory.mapped)} {of} {gigabytes(machine.memory)} {where}"])
 
 
 def summary_rows(plan: Plan, steps: int | None = None) -> list[tuple[str, str]]:

@@ -53,6 +53,7 @@ class PackedExperts:
             )
         self._layouts = check_shards(directory, self._manifest)
         self._compares = verify is not False and env.verify_enabled()
+        self._mapped: dict[str, Tensor] = {}  # file -> its bytes: several layers may be of one file
         self._said_unverified = False
 
     @property
@@ -100,7 +101,9 @@ class PackedExperts:
         if is_part and self._pages != "lazy":
             raise InputError("pages", self._pages, "lazy with a part of the experts")
         path = self.directory / layer.file
-        file = map_file(path)
+        if layer.file not in self._mapped:
+            self._mapped[layer.file] = map_file(path)
+        file = self._mapped[layer.file]
         slots = self._layouts[layer.file].slots
         parts: dict[str, Tensor] = {}
         for role, tensor in layer.tensors.items():
@@ -121,7 +124,8 @@ class PackedExperts:
 
     def _checksums(self, file: Tensor, layer: PackedLayer) -> Tensor | None:
         """The checksums of the layer's experts; None if there are none or they are not wanted."""
-        slot = self._layouts[layer.file].slots.get(checksums_name(layer.module))
+        stored_as = layer.tensors["down"].rpartition(".")[0]  # another module, if several layers are of one file
+        slot = self._layouts[layer.file].slots.get(checksums_name(stored_as))
         if slot is None or not self._compares:
             if not self._said_unverified:
                 self._said_unverified = True

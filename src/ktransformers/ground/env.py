@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ktransformers.ground.errors import InputError
 
+GPU_MEMORY = "KT_GPU_MEMORY"
 GRAPHS = ("experts", "attention", "decode")  # what KT_GRAPHS can name
 
 
@@ -40,6 +41,11 @@ VARIABLES = (
         "a list of experts, attention, decode; 0 or none",
         "CUDA graphs to use: expert passes, attention in training, decode steps of `kt serve`; "
         "default all; the rest runs eagerly",
+    ),
+    Variable(
+        GPU_MEMORY,
+        "a size, as 24GB",
+        "memory that a GPU counts as having: torch allocates no more, and plans are made for it",
     ),
     Variable(
         "KT_LOG", "debug, info, warning, error", "log to stderr from this level up; debug includes the choices made"

@@ -11,16 +11,21 @@ import functools
 import gc
 import importlib.metadata
 import importlib.util
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ktransformers.ground import env
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.log import logger
 
 MIN_CAPABILITY = (8, 0)  # of a GPU: older ones have no bf16 instructions, which all kernels here use
+GPU_CONTEXT_BYTES = 600_000_000  # of a process on a GPU besides torch's allocator; estimated
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _log = logger(__name__)
 
 
@@ -36,6 +41,15 @@ class Gpu:
     name: str
     memory: int  # bytes
     capability: tuple[int, int] = MIN_CAPABILITY
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """`24GB`, `1.3TB`, `16GiB`; a bare number is bytes."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    unit = UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise InputError(name, text, "a size such as 24GB, 1.5TB or 16GiB")
+    return round(float(match[1]) * unit)
 
 
 def hyperthreads_asked_for(threads: int, cores: int, cpus: int) -> str | None:
@@ -89,7 +103,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def all_gpus() -> list[Gpu]:
-    """CUDA devices that torch sees; empty without torch."""
+    """CUDA devices that torch sees, with the memory that KT_GPU_MEMORY leaves them; empty without torch."""
     if importlib.util.find_spec("torch") is None:
         return []
     import torch
@@ -97,7 +111,12 @@ def all_gpus() -> list[Gpu]:
     if not torch.cuda.is_available():
         return []
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [Gpu(device.name, device.total_memory, (device.major, device.minor)) for device in devices]
+    limit = parse_bytes(env.GPU_MEMORY, env.text(env.GPU_MEMORY) or "1000TB")
+    for index, device in enumerate(devices):
+        if limit < device.total_memory:
+            share = max(0, limit - GPU_CONTEXT_BYTES) / device.total_memory
+            torch.cuda.set_per_process_memory_fraction(share, index)
+    return [Gpu(device.name, min(limit, device.total_memory), (device.major, device.minor)) for device in devices]
 
 
 def gpus() -> list[Gpu]:
@@ -147,9 +166,9 @@ def gpu_memory() -> list[tuple[int, int]]:
     return [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
 
 
-def resident_bytes(kind: str = "VmRSS") -> int:
-    """Memory of this process; with RssAnon the anonymous part alone, without mapped files."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def resident_bytes(kind: str = "VmRSS", process: int | str = "self") -> int:
+    """Memory of a process; with RssAnon the anonymous part alone, without mapped files."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
     return 0

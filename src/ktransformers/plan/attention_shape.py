@@ -137,8 +137,10 @@ def _grouped(text_config: Mapping[str, Any], kind: str) -> AttentionShape:
     extra = sum(linear.outputs for linear in linears) + heads if model_type in BIASED else 0
     if model_type in FULL_WIDTH_NORMS:
         extra = (heads + pairs) * size
-    elif model_type.startswith(("qwen3", "glm4_moe")):
+    elif model_type.startswith(("qwen3", "glm4_moe", "hy_v3")) and text_config.get("use_qk_norm", True):
         extra = 2 * size
+    if model_type == "glm4_moe" and text_config.get("attention_bias"):
+        extra += queries + pairs * (size + value)
     cache = pairs * (size + value)
     return AttentionShape(
         linears,

@@ -295,6 +295,7 @@ def make_hosts_plan(model: ModelShape, work: Work, machine: Machine, hosts: int,
     limit = max(model.experts, model.expert_layers)
     if not 2 <= hosts <= min(MAX_HOSTS, limit):
         raise InputError("hosts", hosts, f"2 to {min(MAX_HOSTS, limit)}", "one host is planned without --hosts")
+    model = replace(model, mapped_experts=0)  # a node's part of packed files counts as memory of its own
     format = counted_as(model.stored)
     by_gpus = {
         gpus: _candidates(model, work, Choice(format, gpus), machine, network, hosts)

@@ -6,7 +6,6 @@ was estimated. GPUs are rows of `profiles/gpus.yaml`, so that `--gpu` can name t
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
@@ -15,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.system import parse_bytes
 
 GB = 10**9
 # Python's launch time per layer in a training step with a GPU: of forward, recompute and backward without the experts,
@@ -22,8 +22,6 @@ GB = 10**9
 LAYER_SECONDS, EXPERTS_SECONDS = 14e-3, 5.5e-3
 # `system.python_loop_seconds` of that machine, estimated from steps on hosts where it was measured.
 PYTHON_SECONDS = 0.042
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": GB, "TB": 10**12}
-UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass(frozen=True)
@@ -112,15 +110,6 @@ class Machine:
         """With launch times scaled by the speed of a Python loop (`system.python_loop_seconds`)."""
         slowdown = python_seconds / PYTHON_SECONDS
         return replace(self, layer_seconds=slowdown * LAYER_SECONDS, experts_seconds=slowdown * EXPERTS_SECONDS)
-
-
-def parse_bytes(name: str, text: str) -> int:
-    """`24GB`, `1.3TB`, `16GiB`; a bare number is bytes."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    unit = UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None:
-        raise InputError(name, text, "a size such as 24GB, 1.5TB or 16GiB")
-    return round(float(match[1]) * unit)
 
 
 class _GpuRow(BaseModel):

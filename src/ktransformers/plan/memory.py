@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ktransformers.ground.linear_storage import KEEP, NUMBERS_SHARE
+from ktransformers.ground.system import GPU_CONTEXT_BYTES
 from ktransformers.plan.expert_time import CPU_ALL, CPU_NONE, cpu_share
 from ktransformers.plan.formats import TILE_K, bytes_in_format, counted_as, format_of, packed_lora_bytes, tiles
 from ktransformers.plan.machine import Machine
@@ -21,10 +22,11 @@ from ktransformers.plan.workload import GRAPH_PIECE_TOKENS, Choice, Serving, Tra
 PROCESS_BYTES = 390_000_000  # Python with torch, transformers and TRL: 347 MB measured, the rest fitted to runs
 SERVER_PROCESS_BYTES = 320_000_000  # Python with torch and transformers: servers on a CPU without their model, measured
 CUDA_HOST_BYTES = 1_500_000_000  # added by CUDA, pages of its libraries included: a model on an H200, measured
-CUDA_CONTEXT_BYTES = 600_000_000  # on a GPU: context and allocator fragmentation, estimated
 CUBLAS_BYTES = 67_000_000  # workspaces of GEMMs, measured on an H200
 LOSS_ROWS, LOSS_COLUMNS = 4096, 32768  # a tile of logits in TRL's chunked loss
 LOSS_COPIES = 7.25  # float32 and bool copies of the tile where torch operators compute it (a CPU); Triton needs none
+# Scores of a block of queries, twice in float32, where attention has sinks (serve/attention/attention.py).
+MOST_SCORES, SCORE_BYTES = 1 << 26, 8
 SCORED_ROWS = 128  # of a prompt whose log-probabilities a server computes at a time
 THREAD_SCRATCH_BYTES = 3_000_000  # of one thread of the pool
 HUGE_PAGE = 2 << 20  # from this size on the core maps whole huge pages
@@ -61,7 +63,7 @@ class MemoryPlan:
     disk: Table
     nodes: tuple[int, ...]  # host bytes by NUMA node
     pinned: int  # part of host
-    mapped: int  # pages of the checkpoint in the page cache, evicted under memory pressure
+    mapped: int  # pages of the files in the page cache, packed experts among them; evicted under memory pressure
 
     @property
     def host_bytes(self) -> int:
@@ -126,7 +128,8 @@ def layer_bytes(model: ModelShape, work: Training) -> int:
     """What autograd keeps of one layer without its experts: 8 H for norms and residuals, attention twice, MLPs; with
     two-byte numbers also what norms compute in float32."""
     width = work.rest_bytes * (8 * model.hidden + 2 * model.attention_width + model.mlp_width)
-    float32_copies = 4 * (2 * model.hidden + model.attention_width // 2) if work.rest_bytes < 4 else 0
+    normed = 0 if model.latent_width else model.attention_width // 2  # norms of latents are narrow
+    float32_copies = 4 * (2 * model.hidden + normed) if work.rest_bytes < 4 else 0
     return work.tokens * (width + float32_copies)
 
 
@@ -202,14 +205,15 @@ def predict_memory(
 ) -> MemoryPlan:
     model = model.kept_on(machine.cpu.isa)
     choice = as_stored(model, choice, machine)
-    experts = model.expert_layers * packed_layer_bytes(model, choice, machine.cpu.nodes)
+    mapped_experts = model.mapped_experts if choice.format == counted_as(model.stored) else 0
+    experts = 0 if mapped_experts else model.expert_layers * packed_layer_bytes(model, choice, machine.cpu.nodes)
     on_cpu_server = isinstance(work, Serving) and not choice.gpus
     host: Table = {"process": SERVER_PROCESS_BYTES if on_cpu_server else PROCESS_BYTES, "experts": experts}
     gpus: list[Table] = [{} for _ in range(choice.gpus)]
     if choice.gpus:
         host["process"] += CUDA_HOST_BYTES
         for place, table in enumerate(gpus):
-            table["context"] = CUDA_CONTEXT_BYTES
+            table["context"] = GPU_CONTEXT_BYTES
             table["weights"] = _gpu_weight_bytes(model, choice, place, work.rest_bytes)
             if choice.linear_format is not None and quantized_part(model, choice)[0]:
                 table["decoded weights"] = _panel_bytes(model)
@@ -219,9 +223,11 @@ def predict_memory(
     as_released = model.rest_dtype_bytes == weight_bytes  # then they are mapped from the files
     coded, quantized_bytes = quantized_part(model, choice)
     numbers = model.rest - coded
-    if coded and not choice.gpus:
-        host["linear layers"] = quantized_bytes
     mapped = numbers * weight_bytes if not choice.gpus and as_released else 0
+    if coded and not choice.gpus and model.mapped_linears:
+        mapped += quantized_bytes
+    elif coded and not choice.gpus:
+        host["linear layers"] = quantized_bytes
     if not choice.gpus and not as_released:
         host["weights"] = numbers * weight_bytes
     if on_host := host_embedding(model, choice):
@@ -240,11 +246,11 @@ def predict_memory(
             free = machine.gpus[place].memory - sum(table.values())
             table |= _engine_bytes(model, work, choice, free, engine)
     disk["checkpoint"] = model.checkpoint_bytes or _released_bytes(model)
-    sliced, elsewhere = host["experts"], sum(host.values()) - host["experts"]
+    sliced, elsewhere = experts, sum(host.values()) - experts
     nodes = [sliced // machine.cpu.nodes] * machine.cpu.nodes
     nodes[0] += elsewhere  # allocated by one process, on its first node
     pinned += host.get("embedding", 0)
-    return MemoryPlan(host, tuple(gpus), disk, tuple(nodes), pinned, mapped)
+    return MemoryPlan(host, tuple(gpus), disk, tuple(nodes), pinned, mapped + mapped_experts)
 
 
 def _released_bytes(model: ModelShape) -> int:
@@ -392,6 +398,9 @@ def _serving(model: ModelShape, work: Serving, choice: Choice, host: Table, gpus
         host["absorbed keys"] = absorbed * model.rest_dtype_bytes
     width = 8 * model.hidden + 2 * model.attention_width + model.mlp_width
     activations = work.tokens * (work.rest_bytes * width + 4 * model.scan_width) + work.sequences * model.vocabulary * 4
+    if not gpus:  # the other parts of a layer are not there at the same time
+        scores = min(MOST_SCORES, model.score_heads * work.tokens * work.context)
+        activations = max(activations, SCORE_BYTES * scores)
     score = 8 if work.rest_bytes == 4 else work.rest_bytes + 8  # of a logit, its float32 copy and its logarithm
     rows = work.tokens * model.hidden * work.rest_bytes
     for table in gpus or [host]:

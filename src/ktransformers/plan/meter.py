@@ -1,13 +1,17 @@
 """Measured memory and speed of a run, to compare with its plan: peak host memory sampled by a thread, seconds of a
 step.
 
-Host memory is the anonymous memory of the process: packed experts, adapters, activations. Mapped pages of the
-checkpoint belong to the page cache and are left out, as in the plan. Shorter peaks than the sampling period of a few
+Host memory is the anonymous memory of the process, pinned memory included: experts packed at loading, adapters,
+activations. Mapped pages of the files, a packed directory's experts among them, belong to the page cache and are left
+out, as in the plan. Shorter peaks than the sampling period of a few
 milliseconds are missed.
 """
 
 from __future__ import annotations
 
+import functools
+import re
+import sys
 import threading
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,12 +19,31 @@ from types import TracebackType
 from ktransformers.ground.system import resident_bytes
 from ktransformers.plan.planner import Candidate
 
+PROBE_BYTES = 64 << 20  # of pinned memory, to see whether a counter of the kernel has them
 SAMPLE_SECONDS = 0.005  # seconds between two samples
+AT_END = "host memory at the end"  # what a server compares when it ends
 
 
 def anonymous_bytes() -> int:
-    """Resident anonymous memory of this process."""
-    return resident_bytes("RssAnon")
+    """Resident anonymous memory of this process, with what torch has pinned."""
+    return resident_bytes("RssAnon") + uncounted_pinned("RssAnon")
+
+
+def uncounted_pinned(kind: str) -> int:
+    """Bytes of torch's pinned allocator that `resident_bytes(kind)` does not see: the driver maps them."""
+    torch = sys.modules.get("torch")  # without CUDA in use nothing is pinned
+    if torch is None or not torch.cuda.is_initialized() or _counts_pinned(kind):
+        return 0
+    return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+
+
+@functools.cache
+def _counts_pinned(kind: str) -> bool:
+    import torch
+
+    before = resident_bytes(kind)
+    probe = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
+    return resident_bytes(kind) - before >= probe.numel() // 2
 
 
 class Meter:
@@ -60,8 +83,14 @@ class PlanComparison:
         """0.1: measured 10 % more than predicted."""
         return self.measured / self.predicted - 1
 
-    def __str__(self) -> str:
+    def __str__(self) -> str:  # `read_comparison` reads it
         return f"{self.what}: {self.measured:.3g} {self.unit}, predicted {self.predicted:.3g} ({self.error:+.0%})"
+
+
+def read_comparison(text: str, what: str) -> PlanComparison | None:
+    """The last one that a program's log has of it."""
+    lines = re.findall(rf"{re.escape(what)}: (\S+) (\S+), predicted (\S+) \(", text)
+    return PlanComparison(what, float(lines[-1][2]), float(lines[-1][0]), lines[-1][1]) if lines else None
 
 
 def compare_with_plan(

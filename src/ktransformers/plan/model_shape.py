@@ -51,8 +51,19 @@ FORMAT_BY_ENDING = {
 # Methods of releases that quantise linear layers besides the experts too, except router, embedding and head.
 QUANTIZED_LINEARS = {"fp8": "fp8:128x128", "gptq": "int4:128:f16"}
 
+SHARED_KEYS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 # Model types whose router adds a number to the score of every expert, or has a bias.
-CORRECTED_ROUTERS = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm_moe_dsa", "minimax_m2", *BIASED)
+CORRECTED_ROUTERS = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "kimi_k2",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "hy_v3",
+    "minimax_m2",
+    *BIASED,
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,9 @@ class ModelShape:
     two_plane_weights: int = 0
     two_plane_bytes: int = 0
     two_plane_absorbed: int = 0
+    score_heads: int = 0  # of attention with sinks, whose scores a server on a CPU holds for a block of queries
+    mapped_experts: int = 0  # bytes of packed experts on disk, which are mapped and not copied
+    mapped_linears: int = 0  # and of packed dense weights
     published: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
 
     def kept_on(self, isa: str) -> ModelShape:
@@ -187,19 +201,29 @@ def open_shape(model: str) -> ModelShape:
         return _of_directory(path)
     if path.is_dir():
         raise InputError("MODEL", f"{model}, a folder without config.json", "a model's folder")
+    short, document, stored = known_shape(model)
+    shape = shape_from_config(document["config"], short, stored=stored)
+    if counted := dict(document.get("counted", {})):  # in transformers' model, where formulas do not know the layers
+        rest = counted.pop("rest") - shape.embedding - shape.head
+        shape = replace(shape, rest_per_layer=rest // shape.layers, **counted)
+    if model.lower() not in {short, *map(str.lower, (*document["names"], *document.get("bf16_names", ())))}:
+        return shape  # a later release of the same shape
+    size = document.get("checkpoint_bytes", 0) if stored == document["stored"] else 0
+    return replace(shape, checkpoint_bytes=size, published=tuple(document["published"]))
+
+
+def known_shape(model: str) -> tuple[str, dict[str, Any], str]:
+    """Short name and document of the shipped shape of a hub id, a short name or an alias, and the format in which its
+    experts were released."""
     known = shipped_shapes()
     for short, document in known.items():
-        names = {short, *(name.lower() for name in document["names"])}
-        bf16_names = {name.lower() for name in document.get("bf16_names", ())}
-        if model.lower() in names | bf16_names:
-            released = model.lower() in names
-            stored, size = (document["stored"], document.get("checkpoint_bytes", 0)) if released else ("bf16", 0)
-            shape = shape_from_config(document["config"], short, stored=stored)
-            return replace(shape, checkpoint_bytes=size, published=tuple(document["published"]))
+        if model.lower() in {short, *map(str.lower, document["names"])}:
+            return short, document, document["stored"]
+        if model.lower() in map(str.lower, document.get("bf16_names", ())):
+            return short, document, "bf16"
     released_as = known_model(model)
     if released_as is not None and released_as.shape is not None:
-        document = known[released_as.shape]
-        return shape_from_config(document["config"], released_as.shape, stored=released_as.format_of(model))
+        return released_as.shape, known[released_as.shape], released_as.format_of(model)
     if released_as is not None:
         raise InputError(
             "MODEL",
@@ -215,7 +239,7 @@ def _expert_layers(text_config: Mapping[str, Any], layers: int) -> int:
     """By Qwen's step and exceptions, DeepSeek's first dense layers and frequency, or a list of layer types."""
     kinds = text_config.get("mlp_layer_types")
     if kinds:
-        return sum(kind == "sparse" for kind in kinds)
+        return sum(kind != "dense" for kind in kinds)
     exceptions = set(text_config.get("mlp_only_layers") or ())
     first = config_number(text_config, "first_k_dense_replace", "moe_layer_start_index", default=0)
     step = config_number(text_config, "decoder_sparse_step", default=1)
@@ -233,7 +257,7 @@ def _dtype_bytes(text_config: Mapping[str, Any]) -> int:
 
 def stored_as(shape: ModelShape, spec: str | None) -> ModelShape:
     """The shape with experts in another format; None: as released."""
-    return shape if spec is None else replace(shape, stored=spec.partition(":")[0])
+    return shape if spec is None else replace(shape, stored=spec.partition(":")[0], mapped_experts=0)
 
 
 def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf16") -> ModelShape:
@@ -246,7 +270,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
     inner = config_number(text_config, "moe_intermediate_size", "intermediate_size")
     sparse = _expert_layers(text_config, layers)
     attention = attention_layers(text_config, layers)
-    shared = config_number(text_config, "n_shared_experts", "moe_num_shared_experts", default=0) * inner
+    shared = config_number(text_config, *SHARED_KEYS, default=0) * inner
     shared += config_number(text_config, "shared_expert_intermediate_size", default=0)
     if text_config.get("enable_moe_block"):  # gemma4 adds its experts to a dense MLP
         shared += config_number(text_config, "intermediate_size")
@@ -297,6 +321,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
         index_topk=config_number(text_config, "index_topk", default=0),
         window=window,
         window_width=sum(layer.cache for layer in attention if layer.windowed and window),
+        score_heads=config_number(text_config, "num_attention_heads") if text_config.get("model_type") in BIASED else 0,
         expert_biases=2 * inner + hidden if str(text_config.get("model_type")) in BIASED else 0,
         states=state_numbers(text_config, layers),
         scan_width=scan_numbers(text_config, layers),
@@ -328,6 +353,8 @@ def _of_directory(folder: Path) -> ModelShape:
         intermediate=first.intermediate,
         gated=first.gated,
         stored=name_of(first.formats["up"]),
+        mapped_experts=sum({layer.file: sum(layer.bytes.values()) for layer in manifest.layers}.values()),
+        mapped_linears=sum(linear.bytes for linear in manifest.linears),
     )
 
 

@@ -20,7 +20,7 @@ from ktransformers.modeling.spec import device_for, parse_dtype
 from ktransformers.place.backends import encoded_format, rest_by_rules
 from ktransformers.plan import Plan, PlanComparison, Serving, make_plan, open_shape, require_fit, stored_as, with_gpus
 from ktransformers.plan.calibrate import this_machine
-from ktransformers.plan.meter import anonymous_bytes
+from ktransformers.plan.meter import AT_END, anonymous_bytes
 from ktransformers.quantized.weight import rest_format
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.placement import options_of
@@ -134,7 +134,7 @@ def compare_at_end(plan: Plan, service: Service) -> PlanComparison:
         cache = service.engine.kv_cache
         expected += cache.peak_tokens * service.kv_bytes_per_token
         expected += cache.peak_states * service.engine.forward.bytes_per_sequence
-    return PlanComparison("host memory at the end", expected / 1e9, anonymous_bytes() / 1e9, "GB")
+    return PlanComparison(AT_END, expected / 1e9, anonymous_bytes() / 1e9, "GB")
 
 
 def _unplanned_bytes(service: Service) -> int:
