@@ -57,8 +57,16 @@ LAUNCH_FIELDS = (
     *("memory", "kv_host_gb", "kv_disk", "kv_disk_gb", "kv_cache_dtype", "max_body_bytes", "max_prompts"),
     *("max_messages", "max_tools", "max_schema_properties", "max_schema_depth", "prepare_workers", "prepare_timeout"),
     *("request_timeout", "dtype", "trust_remote_code", "device", "chat_template", "threads", "groups", "isa"),
-    *("expert_format", "always_on", "experts", "pages", "verify", "deterministic", "gpus", "place", "hosts_address"),
-    *("hosts_timeout", "expert_partition", "first_host_experts", "cuda_graph_max_bs", "disable_cuda_graph"),
+    *("expert_format", "always_on", "experts", "pages", "verify", "deterministic", "gpus", "place"),
+    *(
+        "nodes",
+        "nodes_address",
+        "nodes_timeout",
+        "expert_partition",
+        "first_node_experts",
+        "cuda_graph_max_bs",
+        "disable_cuda_graph",
+    ),
     *("disable_overlap_schedule", "attention_backend", "rest", "log_level", "force", "notes"),
     *("tool_call_parser", "reasoning_parser", "strict_fields", "strict_model_names"),
 )
@@ -184,7 +192,7 @@ def test_names_defaults_and_meanings_are_those_of_the_record(table: str) -> None
 def test_record_has_every_flag_and_key() -> None:
     recorded = read_record()
     assert len(recorded["kt run"]) == 5
-    assert len([flag for flag in recorded["kt serve"].values() if flag["help"] != argparse.SUPPRESS]) == 68 + 3
+    assert len([flag for flag in recorded["kt serve"].values() if flag["help"] != argparse.SUPPRESS]) == 69 + 3
     assert len(recorded["keys of training"]) == 70 and len(recorded["keys of serving"]) == 39
 
 
