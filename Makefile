@@ -33,7 +33,7 @@ ASAN_PYTHON = LD_PRELOAD="$(call CXX_LIBRARY,libasan.so) $(call CXX_LIBRARY,libs
 export PYTHONFAULTHANDLER := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build check native format test test-slow test-llamafactory test-sglang test-agents soak bench demo wheel test-wheel asan tsan x86 aarch64 clean
+.PHONY: help build check native format test test-slow test-llamafactory test-sglang test-agents test-ray soak bench demo wheel test-wheel asan tsan x86 aarch64 clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -87,6 +87,11 @@ test: build  ## check beside the native tests, then everything but the slow test
 
 test-slow: build  ## the tests marked slow
 	$(PY) -m pytest -q -m slow
+
+# pip leaves a package alone that is installed.
+test-ray: build  ## several nodes on a Ray cluster of three raylets, whose processes are killed under load
+	$(PIP) "ray[train]>=2.60"
+	$(PY) -m pytest -q -m ray tests/serve tests/train
 
 # Stock LLaMA-Factory in venvs of its own, because it wants older packages: the last release with transformers 5.6, and
 # in `next` the one to come, as it is published under another name, with 5.8; `next` sees the other's packages behind its

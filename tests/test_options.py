@@ -58,8 +58,16 @@ LAUNCH_FIELDS = (
     *("memory", "kv_host_gb", "kv_disk", "kv_disk_gb", "kv_cache_dtype", "max_body_bytes", "max_prompts"),
     *("max_messages", "max_tools", "max_schema_properties", "max_schema_depth", "prepare_workers", "prepare_timeout"),
     *("request_timeout", "dtype", "trust_remote_code", "device", "chat_template", "threads", "groups", "isa"),
-    *("expert_format", "always_on", "experts", "pages", "verify", "deterministic", "gpus", "place", "hosts_address"),
-    *("hosts_timeout", "expert_partition", "first_host_experts", "cuda_graph_max_bs", "disable_cuda_graph"),
+    *("expert_format", "always_on", "experts", "pages", "verify", "deterministic", "gpus", "place"),
+    *(
+        "nodes",
+        "nodes_address",
+        "nodes_timeout",
+        "expert_partition",
+        "first_node_experts",
+        "cuda_graph_max_bs",
+        "disable_cuda_graph",
+    ),
     *("disable_overlap_schedule", "attention_backend", "rest", "log_level", "force", "notes"),
     *("tool_call_parser", "reasoning_parser", "strict_fields", "strict_model_names"),
 )

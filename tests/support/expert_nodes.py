@@ -16,7 +16,7 @@ from ktransformers.experts.partition import ExpertPartition, ExpertShard
 from ktransformers.modeling.shard_stores import load_shard
 from ktransformers.modeling.spec import ModelSpec
 from ktransformers.nn import load_model
-from ktransformers.serve.identity import host_facts
+from ktransformers.serve.identity import node_facts
 from ktransformers.serve.nodes.expert_node import ExpertNode, connect
 from ktransformers.serve.nodes.node_pool import NodePool
 from ktransformers.serve.nodes.options import NodeOptions
@@ -39,7 +39,7 @@ class ThreadNode:
 
     def __init__(self, directory: Path, shard: ExpertShard, options: NodeOptions) -> None:
         self.options = replace(options, rank=shard.rank)
-        self.facts = host_facts([directory], shard.partition, shard.rank)
+        self.facts = node_facts([directory], shard.partition, shard.rank)
         self.node = ExpertNode(load_shard(ModelSpec(directory, shard=shard)))
         self.stopping = False
         self.connection: Connection | None = None
@@ -53,11 +53,11 @@ class ThreadNode:
 
     def _run(self) -> None:
         try:
-            self.connection = connect(self.options, TOKEN, self.facts, 20)
+            self.connection = connect(self.options, self.facts, 20)
             self.node.adapters.clear()
-            self.connection.send(Header(Kind.READY), seconds=5)
+            self.connection.send(Header(Kind.READY))
             with torch.inference_mode():
-                while self.node.answer(self.connection, 5) and not self.stopping:
+                while self.node.answer(self.connection) and not self.stopping:
                     time.sleep(self.delay)
         except ConnectionLost:
             return
@@ -73,7 +73,7 @@ class NodeThreads:
     def __init__(self, directory: Path, partition: ExpertPartition, seconds: float = 20.0) -> None:
         self.directory, self.partition, self.lines = directory, partition, list[str]()
         options = NodeOptions(0, partition.ranks, "127.0.0.1", 0, TOKEN, seconds)
-        self.pool = NodePool(options, host_facts([directory], partition, 0), self.lines.append)
+        self.pool = NodePool(options, node_facts([directory], partition, 0), self.lines.append)
         self.options = replace(options, port=self.pool.port)
         self.nodes = {
             rank: ThreadNode(directory, ExpertShard(partition, rank), self.options)

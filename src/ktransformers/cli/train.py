@@ -46,6 +46,9 @@ def train(
         bool, typer.Option("--dry-run", help="Check everything, print the plan, train nothing.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Run even if the plan says that it does not fit.")] = False,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="Machines that train together, started by Ray.")
+    ] = None,
     no_verify: NoVerify = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan, or the results, as one JSON document.")
@@ -62,6 +65,13 @@ def train(
     require_packages(settings)
     if dry_run:
         _print_plan(settings, as_json)
+        return
+    if nodes is not None and nodes > 1:
+        from ktransformers.cli.train_nodes import train_on_nodes
+        from ktransformers.train.arguments import device_of
+
+        output_dir, gpu = Path(settings.output_dir), device_of(settings).type == "cuda"
+        train_on_nodes(train, file, words, False, force, None, no_verify, output=output_dir, nodes=nodes, gpu=gpu)
         return
     from ktransformers.cli.progress import is_quiet
     from ktransformers.cli.train_view import choose_screen, logged_output, result_lines

@@ -62,7 +62,7 @@ VARIABLES = (
         "options of our plugin for SGLang, which its launcher passes to its other processes",
     ),
     Variable(
-        "KT_HOSTS_TOKEN",
+        "KT_NODES_TOKEN",
         "a secret",
         "that all nodes of one `kt serve` over several nodes know; needed unless rank 0 is at a loopback address",
     ),

@@ -1,4 +1,4 @@
-"""What identifies a model's files and what computes with them: for keys and values on disk, and for hosts that share a
+"""What identifies a model's files and what computes with them: for keys and values on disk, and for nodes that share a
 model's experts.
 
 Weights are not read for a key of the disk: a file counts by its name, size and header, and by its content hash where
@@ -52,14 +52,14 @@ def weight_files(path: Path) -> Iterator[Path]:
             yield file
 
 
-def host_facts(
+def node_facts(
     paths: Iterable[Path], partition: ExpertPartition, rank: int, expert_format: str | None = None
 ) -> dict[str, str]:
-    """What has to be the same on all hosts, as short texts that a refusal can name. `expert_format`: that experts are
+    """What has to be the same on all nodes, as short texts that a refusal can name. `expert_format`: that experts are
     quantized to on load; None: that of the files."""
     return {
         "rank": str(rank),
-        "hosts": str(partition.ranks),
+        "nodes": str(partition.ranks),
         "ktransformers": ktransformers.__version__,
         "transformers": transformers.__version__,
         "layout of packed experts": str(LAYOUT_VERSION),

@@ -108,29 +108,29 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan, on_ready: OnReady = lamb
 
         run_sglang(launch, target, log, show, on_ready)
         return
-    hosts = read_nodes(launch)
-    if hosts is not None and hosts.rank:
-        serve_experts(launch, target, hosts, log)
+    nodes = read_nodes(launch)
+    if nodes is not None and nodes.rank:
+        serve_experts(launch, target, nodes, log)
         return
     assert launch.host is not None and launch.port is not None
     with bind_socket(launch.host, launch.port) as listener:
         if launch.trust_remote_code:
             log(_describe_code(target))
-        group = None if hosts is None else serve_experts(launch, target, hosts, log)
+        group = None if nodes is None else serve_experts(launch, target, nodes, log)
         try:
             _serve_http(launch, target, group, listener, log, show, on_ready)
         finally:
             if group is not None:
-                group.pool.close()
+                group.close()
 
 
-def serve_experts(launch: Launch, target: Target, hosts: NodeOptions, log: LogLine) -> NodeGroup | None:
-    """Rank 0: the group, once all hosts agree. Other ranks: None, when rank 0 has ended."""
+def serve_experts(launch: Launch, target: Target, nodes: NodeOptions, log: LogLine) -> NodeGroup | None:
+    """Rank 0: the group, once all nodes agree. Other ranks: None, when rank 0 has ended."""
     from ktransformers.serve.nodes.group import start_group
 
-    device = "cpu" if hosts.rank else choose_device(launch)
+    device = "cpu" if nodes.rank else choose_device(launch)
     work = workload_of(launch, target, device)
-    return start_group(launch, target, hosts, work, int(device != "cpu"), log)
+    return start_group(launch, target, nodes, work, int(device != "cpu"), log)
 
 
 def _serve_http(
@@ -159,7 +159,7 @@ def _serve_http(
     def ended() -> None:  # not after run(): uvicorn re-raises the signal when it is done
         forget_server()
         if group is not None:
-            group.pool.close()
+            group.close()
         if plan is not None:
             log(str(compare_at_end(plan, service)))
         if (line := service.placement.save_counts()) is not None:

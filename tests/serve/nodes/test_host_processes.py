@@ -42,7 +42,7 @@ class Node:
         launcher = ["-m", "torch.distributed.run", "--nnodes", str(nodes), "--node-rank", str(rank)]
         launcher += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--nproc-per-node", "1", "--no-python"]
         line = [sys.executable, *launcher, sys.executable, "-c", KT, "serve", *words]
-        line += ["--hosts-address", address, "--hosts-timeout", "20", "--port", "0", "--dtype", "float32"]
+        line += ["--nodes-address", address, "--nodes-timeout", "20", "--port", "0", "--dtype", "float32"]
         environment = os.environ | {"KT_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment)
         self.lines: list[str] = []
@@ -159,7 +159,7 @@ class Load:
                 self.wrong.append(f"{prompt!r} to {name}: {answer['choices'][0]['text']!r}")
             elif status == 503:
                 message = answer["error"]["message"]
-                if answer["error"]["code"] != "host_unavailable" or "expert node 1 (" not in message:
+                if answer["error"]["code"] != "node_unavailable" or not message.startswith("expert node "):
                     self.wrong.append(message)
                 time.sleep(0.2)
             elif status != 200:

@@ -7,7 +7,6 @@ import gc
 import json
 import shutil
 import socket
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -21,12 +20,11 @@ import pytest
 from ktransformers.experts.partition import by_experts
 from ktransformers.ground.errors import InputError
 from ktransformers.serve.flags import parse
-from ktransformers.serve.identity import host_facts
-from ktransformers.serve.nodes.expert_node import connect
-from ktransformers.serve.nodes.handshake import Refused
+from ktransformers.serve.identity import node_facts
+from ktransformers.serve.nodes.expert_node import Refused, connect
 from ktransformers.serve.nodes.node_pool import NodePool
 from ktransformers.serve.nodes.options import NodeOptions, make_partition, read_nodes
-from ktransformers.serve.nodes.wire import HEADER, MAGIC, Connection, ConnectionLost, Header, Kind
+from ktransformers.serve.nodes.wire import HEADER, Connection, ConnectionLost
 from ktransformers.serve.scheduler.engine import Unavailable
 from ktransformers.serve.target import resolve_target
 from tests.support.expert_nodes import TOKEN, NodeThreads, node_threads, wait_for
@@ -102,6 +100,18 @@ def _shard(rank: int) -> Any:
     return ExpertShard(TWO, rank)
 
 
+def test_a_node_that_comes_back_takes_the_place_of_its_silent_connection(
+    nodes: NodeThreads, served_over_nodes: EngineHarness
+) -> None:
+    """As after a loss of power: the connection before has not ended."""
+    before, old = nodes.pool.counters()["losses"], nodes.nodes[1]
+    nodes.nodes[1] = type(old)(nodes.directory, _shard(1), nodes.options)
+    wait_for(lambda: nodes.pool.counters()["losses"] == before + 1 and not nodes.pool.unavailable())
+    old.thread.join(10)
+    assert not old.thread.is_alive()
+    assert served_over_nodes.alone(random_prompt(6, 30), max_tokens=4).finish == "length"
+
+
 def test_idle_losses_are_noticed(nodes: NodeThreads) -> None:
     nodes.nodes[1].stop()
     wait_for(lambda: "expert node 1" in nodes.pool.unavailable())
@@ -159,7 +169,7 @@ def test_http_answers_503_and_names_the_node(
         nodes.nodes[1].stop()
         wait_for(lambda: bool(nodes.pool.unavailable()))
         status, answer = post("/v1/completions", asked)
-        assert status == 503 and answer["error"]["code"] == "host_unavailable"
+        assert status == 503 and answer["error"]["code"] == "node_unavailable"
         assert "expert node 1 (127.0.0.1)" in answer["error"]["message"] and "\n" not in answer["error"]["message"]
         loading = {"lora_name": "late", "lora_path": str(adapters["two"])}
         status, answer = post("/v1/load_lora_adapter", loading)
@@ -173,7 +183,7 @@ def test_http_answers_503_and_names_the_node(
         assert status == 200 and again["choices"][0]["text"] == first["choices"][0]["text"]
         with urllib.request.urlopen(url + "/metrics") as reply:
             metrics = reply.read().decode()
-        assert "kt_hosts_connected 1\n" in metrics and "kt_hosts_sent_bytes_total " in metrics
+        assert "kt_nodes_connected 1\n" in metrics and "kt_nodes_sent_bytes_total " in metrics
 
 
 @pytest.mark.parametrize(
@@ -183,26 +193,25 @@ def test_http_answers_503_and_names_the_node(
         ({"model files": "other"}, "model files .* not other"),
         ({"partition of the experts": "other"}, "partition of the experts"),
         ({"format of the experts": "int8"}, "format of the experts that of the files, as on rank 0, not int8"),
-        ({"hosts": "3"}, "hosts 2, as on rank 0, not 3"),
+        ({"nodes": "3"}, "nodes 2, as on rank 0, not 3"),
         ({"rank": "7"}, "a rank from 1 to 1, not 7"),
-        ({}, "rank than 1, which is connected already"),
     ],
 )
 def test_nodes_that_differ_are_refused(nodes: NodeThreads, change: dict[str, str], words: str) -> None:
-    facts = host_facts([nodes.directory], TWO, 1) | change
+    facts = node_facts([nodes.directory], TWO, 1) | change
     with pytest.raises(Refused, match=words):
-        connect(nodes.options, TOKEN, facts, 5)
+        connect(nodes.options, facts, 5)
     assert not nodes.pool.unavailable()
 
 
 def test_a_wrong_token_is_refused(nodes: NodeThreads) -> None:
-    with pytest.raises(Refused, match="the same KT_HOSTS_TOKEN"):
-        connect(nodes.options, "another", host_facts([nodes.directory], TWO, 1), 5)
+    with pytest.raises(Refused, match="the same KT_NODES_TOKEN"):
+        connect(replace(nodes.options, token="another"), node_facts([nodes.directory], TWO, 1), 5)
     assert not nodes.pool.unavailable()
 
 
 def test_strangers_do_not_disturb(nodes: NodeThreads) -> None:
-    for data in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, HEADER.pack(MAGIC, Kind.HELLO, 0, 0, 0, 0, 0, 0, 0, 2**60)):
+    for data in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, HEADER.pack(9, 9, 9, 9, 9, 9, 9)):
         with socket.create_connection((nodes.options.address, nodes.options.port)) as stranger:
             stranger.sendall(data)
     assert not nodes.pool.unavailable()
@@ -211,17 +220,17 @@ def test_strangers_do_not_disturb(nodes: NodeThreads) -> None:
 def test_two_models_that_differ_in_numbers_differ(model_directory: Path, tmp_path: Path) -> None:
     copy = tmp_path / "tiny"
     shutil.copytree(model_directory, copy)
-    first, second = (host_facts([path], TWO, 1) for path in (model_directory, copy))
+    first, second = (node_facts([path], TWO, 1) for path in (model_directory, copy))
     assert first == second
     file = next(copy.glob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
-    assert host_facts([copy], TWO, 1)["model files"] != first["model files"]
+    assert node_facts([copy], TWO, 1)["model files"] != first["model files"]
 
 
 def test_rank_0_does_not_wait_for_ever_and_reports_refusals(model_directory: Path) -> None:
-    facts = host_facts([model_directory], TWO, 0)
+    facts = node_facts([model_directory], TWO, 0)
     options = NodeOptions(0, 2, "127.0.0.1", 0, TOKEN, 2.0)
     pool = NodePool(options, facts, lambda _: None)
     try:
@@ -231,7 +240,7 @@ def test_rank_0_does_not_wait_for_ever_and_reports_refusals(model_directory: Pat
             NodePool(replace(options, port=pool.port), facts, lambda _: None)
         port = replace(options, port=pool.port)
         with pytest.raises(Refused):
-            connect(port, TOKEN, facts | {"rank": "1", "ktransformers": "0.0.1"}, 5)
+            connect(port, facts | {"rank": "1", "ktransformers": "0.0.1"}, 5)
         with pytest.raises(InputError, match=r"node 1 .* with other settings, where ktransformers"):
             pool.wait_for_nodes(5)
     finally:
@@ -241,48 +250,68 @@ def test_rank_0_does_not_wait_for_ever_and_reports_refusals(model_directory: Pat
 def test_a_node_gives_up_when_there_is_no_rank_0(model_directory: Path) -> None:
     options = NodeOptions(1, 2, "127.0.0.1", 1, TOKEN, 2.0)
     with pytest.raises(InputError, match=r"no rank 0 at 127.0.0.1:1"):
-        connect(options, TOKEN, host_facts([model_directory], TWO, 1), 0.1)
+        connect(options, node_facts([model_directory], TWO, 1), 0.1)
 
 
-def test_messages_have_bounds() -> None:
+def connected() -> tuple[Connection, Connection]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         left = socket.create_connection(listener.getsockname())
         right, _ = listener.accept()
-    one, two = Connection(left), Connection(right)
-    sender = threading.Thread(target=lambda: one.send(Header(Kind.FORWARD), b"x" * 1000, seconds=5))
-    sender.start()
-    with pytest.raises(ConnectionLost, match="a message of 1000 bytes"):
-        two.receive(seconds=5, limit=999)
-    sender.join()
-    with pytest.raises(ConnectionLost):
-        one.receive(seconds=5)
+    return Connection(left, 0.5), Connection(right, 0.5)
+
+
+def test_another_protocol_and_silence_end_a_connection() -> None:
+    one, two = connected()
+    one.send_bytes(HEADER.pack(99, 0, 0, 0, 0, 0, 0))
+    with pytest.raises(ConnectionLost, match="not a message of this protocol"):
+        two.receive(5)
+    with pytest.raises(ConnectionLost, match="was closed"):
+        one.receive(5)
+    one, two = connected()
+    with pytest.raises(ConnectionLost, match=r"no answer within 0.1 s"):
+        two.receive(0.1)
+    assert one.has_ended() and two.has_ended()
+
+
+def test_a_message_that_stops_half_way_ends_a_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as left:
+        right, _ = listener.accept()
+        two = Connection(right, 0.2)
+        left.sendall((1000).to_bytes(4, "big") + b"x" * 10)
+        with pytest.raises(ConnectionLost, match="does not read or write"):
+            two.receive(5)
 
 
 ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 
 
 def test_the_group_is_read_from_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KT_HOSTS_TOKEN", raising=False)
+    monkeypatch.delenv("KT_NODES_TOKEN", raising=False)
     launch = parse(["m"])
     assert read_nodes(launch, {}) is None
     options = read_nodes(launch, ENVIRONMENT)
     assert options is not None
     assert (options.rank, options.ranks, options.address, options.port) == (1, 2, "127.0.0.1", 29512)
-    given = read_nodes(parse(["m", "--hosts-address", "localhost:99", "--hosts-timeout", "5"]), ENVIRONMENT)
+    given = read_nodes(parse(["m", "--nodes-address", "localhost:99", "--nodes-timeout", "5"]), ENVIRONMENT)
     assert given is not None and (given.address, given.port, given.seconds) == ("localhost", 99, 5.0)
-    with pytest.raises(InputError, match="KT_HOSTS_TOKEN: given nothing"):
+    with pytest.raises(InputError, match="KT_NODES_TOKEN: given nothing"):
         read_nodes(launch, ENVIRONMENT | {"MASTER_ADDR": "192.0.2.7"})
-    monkeypatch.setenv("KT_HOSTS_TOKEN", "secret")
+    monkeypatch.setenv("KT_NODES_TOKEN", "secret")
     options = read_nodes(launch, ENVIRONMENT | {"MASTER_ADDR": "192.0.2.7"})
     assert options is not None and options.token == "secret"
     for wrong in ({"RANK": "2"}, {"RANK": ""}, {"WORLD_SIZE": "x"}):
         with pytest.raises(InputError, match="torchrun sets it"):
             read_nodes(launch, ENVIRONMENT | wrong)
     with pytest.raises(InputError, match="several nodes"):
-        read_nodes(parse(["m", "--hosts-address", "localhost:99"]), {})
+        read_nodes(parse(["m", "--nodes-address", "localhost:99"]), {})
+    three = read_nodes(parse(["m", "--nodes", "3"]), {})
+    assert three is not None and (three.rank, three.ranks, three.address, len(three.token)) == (0, 3, "", 64)
+    assert read_nodes(parse(["m", "--nodes", "1"]), {}) is None
+    with pytest.raises(InputError, match="under torchrun"):
+        read_nodes(parse(["m", "--nodes", "3"]), ENVIRONMENT)
 
 
-@pytest.mark.parametrize("line", ["--kt-expert-partition bananas", "--hosts-timeout 0", "--hosts-timeout inf"])
+@pytest.mark.parametrize("line", ["--kt-expert-partition bananas", "--nodes-timeout 0", "--nodes-timeout inf"])
 def test_wrong_flags_are_refused(line: str) -> None:
     with pytest.raises(InputError):
         parse(["m", *line.split()])
@@ -298,8 +327,8 @@ def test_partitions_of_the_launch_line(model_directory: Path, tmp_path: Path) ->
 
     assert made(2) == ("experts", (3, 3))
     assert made(2, "--kt-expert-partition", "layers") == ("layers", (1, 1))
-    assert made(3, "--first-host-experts", "0") == ("experts", (0, 3, 3))
-    assert made(2, "--first-host-experts", "5") == ("experts", (5, 1))
+    assert made(3, "--first-node-experts", "0") == ("experts", (0, 3, 3))
+    assert made(2, "--first-node-experts", "5") == ("experts", (5, 1))
     counts = tmp_path / "counts.json"
     names = [f"model.layers.{layer}.mlp.experts" for layer in range(LAYERS)]
     counts.write_text(json.dumps({name: [3, 3, 1, 1, 1, 1] for name in names}))
@@ -308,8 +337,8 @@ def test_partitions_of_the_launch_line(model_directory: Path, tmp_path: Path) ->
     assert all(row[0] != row[1] for row in partition.owners), "the two busiest experts are on two nodes"
     with pytest.raises(InputError, match="init-expert-location"):
         made(2, "--kt-expert-partition", "frequency")
-    for words in (("--first-host-experts", "6"), ("--first-host-experts", "-1")):
-        with pytest.raises(InputError, match="first-host-experts"):
+    for words in (("--first-node-experts", "6"), ("--first-node-experts", "-1")):
+        with pytest.raises(InputError, match="first-node-experts"):
             made(2, *words)
     with pytest.raises(InputError, match="at most 6"):
         made(7)

@@ -157,7 +157,25 @@ def test_adapters_come_and_go_while_requests_run(
     import gc
 
     gc.collect()
+    assert any(node.node.adapters for node in three.nodes.values())
+    served.alone(random_prompt(4, 40), max_tokens=2)  # what is not used any more is told with the next rows
     wait_for(lambda: all(not node.node.adapters for node in three.nodes.values()))
+
+
+def test_factors_of_a_node_keep_a_matrix_that_gate_and_up_share() -> None:
+    from ktransformers.adapters import LoraPair
+    from ktransformers.serve.nodes.wire import decode_pairs, encode_pairs
+
+    shared = torch.randn(5, 2, HIDDEN)
+    pairs = {role: LoraPair(shared, torch.randn(5, 40, 2), 0.5) for role in ("gate", "up")}
+    pairs["down"] = LoraPair(torch.randn(5, 2, 40).bfloat16(), torch.randn(5, HIDDEN, 2), 2.0)
+    message = encode_pairs(pairs, [3, 1])
+    assert len(message) < 1000 + sum(pair.b[:2].nbytes for pair in pairs.values()) + shared[:2].nbytes + 2 * 2 * 40 * 2
+    read = decode_pairs(memoryview(message))
+    assert read["gate"].a is read["up"].a and read["down"].a.dtype == torch.bfloat16
+    for role, pair in pairs.items():
+        assert torch.equal(read[role].a, pair.a[[3, 1]]) and torch.equal(read[role].b, pair.b[[3, 1]])
+        assert read[role].scaling == pair.scaling
 
 
 def test_an_adapter_of_other_experts_is_refused(layers: list[tuple[Any, Any]]) -> None:

@@ -143,15 +143,18 @@ class ServingOptions:
         "GPUs that whole layers are distributed over, not heads; default: 1, or as many as the plan needs",
         ge=1,
     )
-    hosts_address: str | None = option(
+    nodes: int | None = option(
+        None, "--nodes", "machines that share the experts, this one included; Ray starts the others", ge=1
+    )
+    nodes_address: str | None = option(
         None,
-        "--hosts-address --nodes-address",
+        "--nodes-address --hosts-address",
         "several nodes: ADDRESS:PORT on which rank 0 waits for the others; default: MASTER_ADDR and MASTER_PORT + 1",
         metavar="ADDRESS:PORT",
     )
-    hosts_timeout: float = option(
+    nodes_timeout: float = option(
         60.0,
-        "--hosts-timeout --nodes-timeout",
+        "--nodes-timeout --hosts-timeout",
         "several nodes: seconds after which a node that does not answer is gone",
         gt=0,
         allow_inf_nan=False,
@@ -161,9 +164,9 @@ class ServingOptions:
         "--kt-expert-partition",
         "several nodes: experts (ranges of ids), layers, or frequency, by the counts of --init-expert-location",
     )
-    first_host_experts: int | None = option(
+    first_node_experts: int | None = option(
         None,
-        "--first-host-experts --first-node-experts",
+        "--first-node-experts --first-host-experts",
         "several nodes: experts of each layer on rank 0; the others share the rest; default: as many as every node",
     )
     cuda_graph_max_bs: int = option(

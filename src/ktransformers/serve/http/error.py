@@ -10,7 +10,7 @@ from ktransformers.ground.errors import KTError
 
 MAX_MESSAGE_CHARACTERS = 1000
 MAX_PARAM_CHARACTERS = 100
-UNAVAILABLE = "host_unavailable"  # code of 503 while a host with experts is gone
+UNAVAILABLE = "node_unavailable"  # code of 503 while a host with experts is gone
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 

@@ -107,7 +107,7 @@ def _host_lines(service: Service) -> Iterator[str]:
         ("received_bytes_total", "counter", "Bytes received from hosts with experts."),
     ):
         value = counters[name.removesuffix("_total").removesuffix("_bytes")]
-        yield f"# HELP kt_hosts_{name} {meaning}\n# TYPE kt_hosts_{name} {kind}\nkt_hosts_{name} {value}\n"
+        yield f"# HELP kt_nodes_{name} {meaning}\n# TYPE kt_nodes_{name} {kind}\nkt_nodes_{name} {value}\n"
 
 
 def _memory_lines() -> Iterator[str]:

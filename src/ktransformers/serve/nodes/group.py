@@ -1,5 +1,5 @@
 """A launch line of `kt serve` that belongs to a group of nodes: everything is checked before anything is loaded, then
-rank 0 becomes the server and the other ranks nodes of experts.
+rank 0 becomes the server and the other ranks, which Ray or torchrun starts, nodes of experts.
 
 Refused at once: placement on GPUs, which needs all experts in one process; a partition that leaves a node without
 experts; less memory than the node's part needs; on rank 0 a port in use; nodes that differ."""
@@ -7,13 +7,14 @@ experts; less memory than the node's part needs; on rank 0 a port in use; nodes 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from ktransformers.experts.partition import ExpertPartition, ExpertShard
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.options.placement import PlacementOptions, read_options
 from ktransformers.ground.pool import pool_for
+from ktransformers.ground.ray_cluster import RayCluster, join_cluster
 from ktransformers.modeling.shard_stores import ShardLayer, load_shard
 from ktransformers.modeling.spec import ModelSpec
 from ktransformers.plan import open_shape, with_gpus
@@ -21,11 +22,13 @@ from ktransformers.plan.formats import counted_as
 from ktransformers.plan.hosts import BY_EXPERTS, BY_LAYERS, evaluate_hosts, hosts_of, parse_network
 from ktransformers.plan.workload import Choice, Serving
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.identity import host_facts
+from ktransformers.serve.forecast import workload_of
+from ktransformers.serve.identity import node_facts
 from ktransformers.serve.nodes.expert_node import run_expert_node
 from ktransformers.serve.nodes.node_pool import NodePool
 from ktransformers.serve.nodes.options import NodeOptions, make_partition
-from ktransformers.serve.target import Target
+from ktransformers.serve.nodes.ray_nodes import start_nodes
+from ktransformers.serve.target import Target, resolve_target
 
 ALLOWED_PLACEMENT = {"init_expert_location", "kt_record_experts"}  # that do not place experts
 DEFAULT_NETWORK = "25Gb"  # memory does not depend on it
@@ -38,6 +41,12 @@ class NodeGroup:
 
     pool: NodePool
     shard: ExpertShard
+    cluster: RayCluster | None = None  # None: torchrun has started the nodes
+
+    def close(self) -> None:
+        self.pool.close()
+        if self.cluster is not None:
+            self.cluster.close()
 
 
 def check_launch(launch: Launch, target: Target) -> None:
@@ -67,26 +76,30 @@ def shares_of(partition: ExpertPartition) -> tuple[str, tuple[int, ...]]:
     return BY_EXPERTS, tuple(first.count(rank) for rank in range(partition.ranks))
 
 
-def require_memory(launch: Launch, target: Target, work: Serving, shard: ExpertShard, gpus: int, log: LogLine) -> None:
-    """Refuse a part that does not fit into this node's memory, unless --force is given."""
+def require_memory(
+    launch: Launch, target: Target, work: Serving, shard: ExpertShard, gpus: int, log: LogLine
+) -> list[int]:
+    """Bytes of host memory that each node needs as planned, none if there is no plan. A part that does not fit into
+    this node's memory is refused, unless --force is given."""
     from ktransformers.plan.calibrate import this_machine
 
     try:
         shape, machine = open_shape(str(target.model)), this_machine()
     except InputError as error:
         log(f"no plan of memory and time: {error}")
-        return
+        return []
     machine = machine if gpus else with_gpus(machine, "none")
     (form, shares), name = shares_of(shard.partition), f"node {shard.rank}"
     choice = Choice(counted_as(shape.stored), gpus)
     candidate = evaluate_hosts(shape, work, choice, machine, parse_network(DEFAULT_NETWORK), form, shares)
-    planned = hosts_of(candidate).memory[shard.rank].host_bytes
-    log(f"memory   {planned / 1e9:.2f} GB of {machine.memory / 1e9:.1f} GB free memory; experts by {form}")
+    planned = [memory.host_bytes for memory in hosts_of(candidate).memory]
+    log(f"memory   {planned[shard.rank] / 1e9:.2f} GB of {machine.memory / 1e9:.1f} GB free memory; experts by {form}")
     missing = {place: size for place, size in candidate.lacking.items() if place.partition(":")[0] == name}
     if missing and not launch.force:
         given = f"{sum(missing.values()) / 1e9:.1f} GB too little memory"
-        remedy = "more nodes, --first-host-experts, or --force; `kt plan --hosts` compares"
+        remedy = "more nodes, --first-node-experts, or --force; `kt plan --hosts` compares"
         raise InputError(name, given, "its part of the experts to fit", remedy)
+    return planned
 
 
 def start_group(
@@ -97,19 +110,30 @@ def start_group(
     check_launch(launch, target)
     shard = ExpertShard(make_partition(launch, target, nodes.ranks), nodes.rank)
     encoded = target.choose_expert_format(launch.expert_format, launch.experts)
-    facts = host_facts(paths_of(launch, target), shard.partition, nodes.rank, encoded)
-    require_memory(launch, target, work, shard, gpus, log)
+    facts = node_facts(paths_of(launch, target), shard.partition, nodes.rank, encoded)
+    planned = require_memory(launch, target, work, shard, gpus, log)
     if nodes.rank:
         run_expert_node(nodes, facts, lambda: _load_experts(launch, target, shard, log), log)
         return None
-    pool = NodePool(nodes, facts, log)
-    log(f"waiting for {nodes.ranks - 1} expert nodes at {nodes.address}:{pool.port}")
+    cluster = None if launch.nodes is None else join_cluster(nodes.ranks)
+    if cluster is not None and not nodes.address:
+        nodes = replace(nodes, address=cluster.address)
+    group = NodeGroup(NodePool(nodes, facts, log), shard, cluster)
     try:
-        pool.wait_for_nodes()
+        if cluster is not None:
+            start_nodes(cluster, _serve_node, launch, replace(nodes, port=group.pool.port), planned, group.pool.report)
+        log(f"waiting for {nodes.ranks - 1} expert nodes at {nodes.address}:{group.pool.port}")
+        group.pool.wait_for_nodes()
     except BaseException:
-        pool.close()
+        group.close()
         raise
-    return NodeGroup(pool, shard)
+    return group
+
+
+def _serve_node(launch: Launch, options: NodeOptions, log: LogLine) -> None:
+    """An expert node, which resolves the model by its own folders."""
+    target = resolve_target(launch.target)
+    start_group(launch, target, options, workload_of(launch, target, "cpu"), 0, log)
 
 
 def _load_experts(launch: Launch, target: Target, shard: ExpertShard, log: LogLine) -> list[ShardLayer]:

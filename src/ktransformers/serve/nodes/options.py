@@ -1,15 +1,16 @@
-"""The group of nodes that a launch line belongs to: rank and size from torchrun's variables, address and token, and the
-partition of the experts.
+"""The nodes that a launch line belongs to: rank and size from `--nodes` or torchrun's variables, address and token, and
+the partition of the experts.
 
-Rank 0 listens on `--hosts-address`, by default MASTER_ADDR and the port after MASTER_PORT, which torchrun uses itself;
-without MASTER_ADDR on 127.0.0.1. Expert nodes connect to it. The token of the launch is KT_HOSTS_TOKEN; on a loopback
-address torchrun's run id is enough.
+With `--nodes N` this process is rank 0, and Ray starts the others with a random token. Under torchrun rank 0 listens on
+`--nodes-address`, by default MASTER_ADDR and the port after MASTER_PORT, which torchrun uses itself; the token of the
+launch is KT_NODES_TOKEN, on a loopback address torchrun's run id.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ DEFAULT_ADDRESS, DEFAULT_PORT = "127.0.0.1", 29500  # of MASTER_ADDR and MASTER_
 class NodeOptions:
     rank: int
     ranks: int
-    address: str  # of rank 0
+    address: str  # of rank 0; empty: that which Ray knows this machine by
     port: int
     token: str
     seconds: float  # that an answer of a node may take
@@ -38,21 +39,27 @@ def read_nodes(launch: Launch, environment: Mapping[str, str] | None = None) -> 
     """None: a server of one process."""
     variables = os.environ if environment is None else environment
     ranks = _number(variables, "WORLD_SIZE", 1)
-    if ranks < 2:
-        if launch.hosts_address is not None:
-            raise InputError("hosts-address", launch.hosts_address, "several nodes", "start every node with torchrun")
+    if launch.nodes is not None and ranks > 1:
+        raise InputError("nodes", f"{launch.nodes} under torchrun", "one of both", "leave --nodes out, or torchrun")
+    if launch.nodes is None and ranks < 2 and launch.nodes_address is not None:
+        remedy = "pass --nodes N, or start every node with torchrun"
+        raise InputError("nodes-address", launch.nodes_address, "several nodes", remedy)
+    if max(ranks, launch.nodes or 1) < 2:
         return None
+    if launch.nodes is not None:
+        address, port = ("", 0) if launch.nodes_address is None else _address(launch, variables)
+        return NodeOptions(0, launch.nodes, address, port, secrets.token_hex(), launch.nodes_timeout)
     rank = _number(variables, "RANK", -1)
     if not 0 <= rank < ranks:
         raise InputError("RANK", variables.get("RANK", "nothing"), f"0 to {ranks - 1}", "torchrun sets it")
     address, port = _address(launch, variables)
-    token = env.text("KT_HOSTS_TOKEN")
+    token = env.text("KT_NODES_TOKEN")
     if not token and _is_loopback(address):
         token = f"loopback {variables.get('TORCHELASTIC_RUN_ID', '')}"
     if not token:
-        remedy = "export the same KT_HOSTS_TOKEN on every node: python -c 'import secrets; print(secrets.token_hex())'"
-        raise InputError("KT_HOSTS_TOKEN", "nothing", f"a secret, because {address} is no loopback address", remedy)
-    return NodeOptions(rank, ranks, address, port, token, launch.hosts_timeout)
+        remedy = "export the same KT_NODES_TOKEN on every node: python -c 'import secrets; print(secrets.token_hex())'"
+        raise InputError("KT_NODES_TOKEN", "nothing", f"a secret, because {address} is no loopback address", remedy)
+    return NodeOptions(rank, ranks, address, port, token, launch.nodes_timeout)
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:
@@ -63,10 +70,10 @@ def _number(variables: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _address(launch: Launch, variables: Mapping[str, str]) -> tuple[str, int]:
-    if launch.hosts_address is not None:
-        host, _, port = launch.hosts_address.rpartition(":")
+    if launch.nodes_address is not None:
+        host, _, port = launch.nodes_address.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:
-            raise InputError("hosts-address", launch.hosts_address, "ADDRESS:PORT of rank 0")
+            raise InputError("nodes-address", launch.nodes_address, "ADDRESS:PORT of rank 0")
         return host.strip("[]"), int(port)
     master = variables.get("MASTER_ADDR", "").strip() or DEFAULT_ADDRESS
     return master, _number(variables, "MASTER_PORT", DEFAULT_PORT) + 1
@@ -76,7 +83,7 @@ def _is_loopback(address: str) -> bool:
     try:
         names = {str(entry[4][0]) for entry in socket.getaddrinfo(address, None)}
     except OSError as error:
-        raise InputError("hosts-address", f"{address} ({error})", "an address or a name that resolves") from error
+        raise InputError("nodes-address", f"{address} ({error})", "an address or a name that resolves") from error
     return all(ipaddress.ip_address(name.partition("%")[0]).is_loopback for name in names)
 
 
@@ -92,8 +99,8 @@ def make_partition(launch: Launch, target: Target, ranks: int) -> ExpertPartitio
     if len(set(counts)) > 1:
         raise InputError("model", f"layers of {min(counts)} to {max(counts)} experts", "as many in every layer")
     layers, experts = len(counts), counts[0]
-    if launch.first_host_experts is not None:
-        return _with_first_share(layers, experts, ranks, launch.first_host_experts)
+    if launch.first_node_experts is not None:
+        return _with_first_share(layers, experts, ranks, launch.first_node_experts)
     if launch.expert_partition == "layers":
         return by_layers(layers, experts, ranks)
     if launch.expert_partition == "frequency":
@@ -105,7 +112,7 @@ def _with_first_share(layers: int, experts: int, ranks: int, first: int) -> Expe
     """So many experts of every layer on rank 0, the rest in even ranges on the others."""
     if not 0 <= first <= experts - (ranks - 1):
         expected = f"0 to {experts - ranks + 1}, so that {ranks - 1} other nodes have experts of {experts}"
-        raise InputError("first-host-experts", first, expected)
+        raise InputError("first-node-experts", first, expected)
     others = by_experts(layers, experts - first, ranks - 1).owners
     return ExpertPartition(tuple((0,) * first + tuple(owner + 1 for owner in row) for row in others), ranks)
 

@@ -25,9 +25,17 @@ from ktransformers.experts.partition import LayerShard
 from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.errors import InputError
 from ktransformers.parallel.exchange import RoutingTable
-from ktransformers.serve.nodes.adapter_wire import encode_pairs, select_experts
-from ktransformers.serve.nodes.node_pool import NodePool, Parts
-from ktransformers.serve.nodes.wire import DTYPES, Header, Kind, dtype_code, tensor_bytes
+from ktransformers.serve.nodes.node_pool import NodePool
+from ktransformers.serve.nodes.wire import (
+    DTYPES,
+    Header,
+    Kind,
+    Part,
+    decode_pairs,
+    encode_pairs,
+    read_tensor,
+    tensor_bytes,
+)
 
 ReadPairs = Callable[[], Mapping[str, LoraPair]]
 
@@ -39,41 +47,34 @@ class SharedLora:
     def __init__(self, what: str, layer: RemoteExperts, pairs: Mapping[str, LoraPair], read: ReadPairs) -> None:
         self._what, self._layer, self._read = what, layer, read
         self._pairs: Mapping[str, LoraPair] | None = pairs  # until all nodes have theirs
-        self._digest = _hash_pairs(pairs)
+        self._digest = self._hash(pairs)
         self.handle = layer.pool.new_handle()
         self.local: _core.Adapter | None = None
         if layer.store is not None:
-            self.local = pack_expert_pairs(what, layer.store, select_experts(pairs, layer.shard.experts))
+            own = decode_pairs(memoryview(encode_pairs(pairs, layer.shard.experts)))
+            self.local = pack_expert_pairs(what, layer.store, own)
 
     @property
     def packed_bytes(self) -> int:
         return 0 if self.local is None else self.local.packed_bytes
 
-    def message(self, rank: int) -> tuple[Header, Parts] | None:
+    def message(self, rank: int) -> tuple[Header, bytes] | None:
         experts = self._layer.shard.experts_of(rank)
         if not experts:
             return None
         pairs = self._pairs
         if pairs is None:
             pairs = self._read()
-            if _hash_pairs(pairs) != self._digest:
+            if self._hash(pairs) != self._digest:
                 given = "files that have changed since they were loaded"
                 raise InputError(self._what, given, "those that other nodes have", "unload the adapter, or restore it")
-        parts = encode_pairs(self._what, select_experts(pairs, experts))
-        return Header(Kind.LOAD, layer=self._layer.number, handle=self.handle), parts
+        return Header(Kind.LOAD, layer=self._layer.number, handle=self.handle), encode_pairs(pairs, experts)
+
+    def _hash(self, pairs: Mapping[str, LoraPair]) -> bytes:
+        return hashlib.blake2b(encode_pairs(pairs, range(len(self._layer.shard.owners)))).digest()
 
     def sent(self) -> None:
         self._pairs = None
-
-
-def _hash_pairs(pairs: Mapping[str, LoraPair]) -> bytes:
-    digest = hashlib.blake2b(digest_size=20)
-    for role in sorted(pairs):
-        digest.update(f"{role} {pairs[role].scaling!r}".encode())
-        for factor in (pairs[role].a, pairs[role].b):
-            digest.update(f"{factor.dtype} {tuple(factor.shape)}".encode())
-            digest.update(tensor_bytes(factor.detach()))
-    return digest.digest()
 
 
 class RemoteExperts:
@@ -101,8 +102,7 @@ class RemoteExperts:
                 self._add_own(total, hidden, weights, *routed[0], mixed)
             for rank in remote:
                 rows, _ = routed[rank]
-                part = torch.empty(len(rows), hidden.shape[1], dtype=hidden.dtype)
-                exchange.receive(rank, part)
+                part, _ = read_tensor(exchange.receive(rank), 0, hidden.dtype, len(rows), hidden.shape[1])
                 total.index_add_(0, rows, part.to(total.dtype))
         return total.to(hidden.dtype)
 
@@ -114,15 +114,14 @@ class RemoteExperts:
 
     def _message(
         self, hidden: Tensor, weights: Tensor, rows: Tensor, positions: Tensor, mixed: MixedLora | None
-    ) -> tuple[Header, Parts]:
+    ) -> tuple[Header, list[Part]]:
         parts = [hidden[rows], weights[rows], positions]
         if mixed is not None:
             handles = torch.tensor([*(_shared(adapter).handle for adapter in mixed.adapters), 0], dtype=torch.int32)
             parts.append(handles[mixed.rows.cpu().long()[rows]])  # -1: the last, no adapter
         count, top_k = positions.shape
-        header = Header(
-            Kind.FORWARD, dtype_code(hidden.dtype), self.number, count, top_k, int(mixed is not None), hidden.shape[1]
-        )
+        dtype = DTYPES.index(hidden.dtype)
+        header = Header(Kind.FORWARD, dtype, self.number, count, top_k, hidden.shape[1], int(mixed is not None))
         return header, [tensor_bytes(part) for part in parts]
 
     def _add_own(
@@ -145,7 +144,7 @@ class RemoteExperts:
                 raise InputError(f"{what}: {role}", f"{pair.a.shape[0]} experts", f"{experts}")
         lora = SharedLora(what, self, pairs, read)
         weakref.finalize(lora, self.pool.unload_adapter, lora.handle).atexit = False
-        self.pool.load_adapter(lora, weakref.ref(lora))
+        self.pool.load_adapter(lora)
         lora.sent()
         return lora
 
