@@ -4,6 +4,7 @@ damage.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal

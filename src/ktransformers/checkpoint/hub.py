@@ -354,7 +354,7 @@ def _hidden(file: Path, target: Path) -> bool:
 def bar_class(name: str) -> Any:
     """A tqdm that draws nothing and reports the bytes of a download. huggingface_hub counts them in two bars, received
     and written, of which it uses one or both: the larger counts. Bars of files are not shown."""
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+    from tqdm.auto import tqdm
 
     most = {"done": 0.0, "total": 0.0}
 
