@@ -21,7 +21,7 @@ from ktransformers.place.gpu.executor import LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.host_callback import HostCallbackPath, ResidentTable
 from ktransformers.place.placement import geometry_of
-from ktransformers.plan.modes import MAX_DECODE_TOKENS
+from ktransformers.plan.modes import MAX_CAPTURED_TOKENS, MAX_DECODE_TOKENS
 from ktransformers.quantized.gpu.dequantize import decode_plain
 from ktransformers.quantized.gpu.layout import PackedMatrix, format_of
 from tests.support.placed_experts import (
@@ -227,8 +227,8 @@ def test_capture_warmup_accepts_and_refuses_as_a_capture(device: str) -> None:
     assert callbacks.capturing and place.engine._inference_mode(place.layer, given) == "host_callback"
     assert relative_error(place.engine.infer(place.layer, given), cpu_output(store, given)) < CLOSE
     callbacks.raise_pending(16)
-    with pytest.raises(InputError, match="33 tokens"):
-        callbacks.check(place.layer.packed, small_batch(SMALL, MAX_DECODE_TOKENS + 1, device), "auto")
+    with pytest.raises(InputError, match="257 tokens"):
+        callbacks.check(place.layer.packed, small_batch(SMALL, MAX_CAPTURED_TOKENS + 1, device), "auto")
     with pytest.raises(InputError, match="streamed"):
         callbacks.check(place.layer.packed, given, "stream")
 

@@ -46,7 +46,7 @@ from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.multi_lora import LoraPointers
 from ktransformers.place.gpu.resident_decode import DeviceRouting
 from ktransformers.place.host_call import HostCall
-from ktransformers.plan.modes import MAX_DECODE_TOKENS, STREAM, STREAM_ALL
+from ktransformers.plan.modes import MAX_CAPTURED_TOKENS, MAX_DECODE_TOKENS, STREAM, STREAM_ALL
 
 Size = tuple[tuple[int, ...], int, tuple[torch.dtype, ...]]  # shape of hidden; k; dtypes of hidden, ids and weights
 Adapters = tuple[_core.Adapter, ...]  # packed adapters of one layer; rows name them by index
@@ -125,7 +125,7 @@ class HostCallbackPath:
             return "LoRA on experts with adapter indices in host memory"
         if mode in (STREAM, STREAM_ALL):
             return "experts that are streamed"
-        if not 0 < tokens <= MAX_DECODE_TOKENS:
+        if not 0 < tokens <= (MAX_CAPTURED_TOKENS if self.capturing else MAX_DECODE_TOKENS):
             return f"a batch of {tokens} tokens"
         if not resident_decode.runs_on(self.device):
             return "no Triton"
@@ -137,10 +137,8 @@ class HostCallbackPath:
     def check(self, layer: LayerOnDevice, batch: ExpertBatch, mode: str) -> None:
         """Raise `InputError` for a batch that a CUDA graph cannot hold."""
         if reason := self.refusal(layer, batch, mode):
-            limits = (
-                f"no LoRA in training, 1 to {MAX_DECODE_TOKENS} tokens, residents that Triton decodes, no policy stream"
-            )
-            raise InputError("CUDA graph", reason, limits, "run this step outside of the graph")
+            limits = f"no LoRA in training, 1 to {MAX_CAPTURED_TOKENS} tokens, residents that Triton decodes"
+            raise InputError("CUDA graph", reason, f"{limits}, no policy stream", "run this step outside of the graph")
 
     def is_prepared(self, layer: LayerOnDevice, batch: ExpertBatch) -> bool:
         """Whether buffers and calls for this batch size exist, which a first call outside of a graph allocates."""

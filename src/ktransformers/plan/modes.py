@@ -34,7 +34,9 @@ MODES = (CPU, RESIDENT, HOST_CALLBACK, STREAM, STREAM_ALL, SPLIT)
 
 DECODE, PREFILL, TRAINING = "decode", "prefill", "training"
 NEARLY_ALL = 0.9  # share of a layer's experts that the last batch used: from here on `stream` copies all of them
-MAX_DECODE_TOKENS = 32  # of a batch without gradients that a host callback takes
+# Of a batch without gradients that a host callback takes: outside of CUDA graphs, where larger ones have better modes,
+# and captured in one, where there is no choice.
+MAX_DECODE_TOKENS, MAX_CAPTURED_TOKENS = 32, 256
 
 COST_MODEL_ERROR = 0.2  # 7 to 20 % over the recorded cells of bench/
 TRAINING_MARGIN = 1.0  # streamed layers take about half of their prediction within a step: bench/train_e2e.py

@@ -163,7 +163,8 @@ def _open_service(
     if group is not None:
         service.nodes, engine.unavailable = group.pool, group.pool.unavailable
     if on_gpu and group is None:
-        log(attach_graphs(forward, placement.placement, launch))
+        running = engine.limits.max_running_requests
+        log(attach_graphs(forward, placement.placement, replace(launch, max_running_requests=running)))
     service.attention_backend = "core" if not on_gpu else "torch" if forward.graphs is None else "triton"
     return service
 

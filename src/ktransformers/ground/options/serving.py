@@ -156,7 +156,7 @@ class ServingOptions:
         "several nodes: experts of each layer on rank 0; the others share the rest; default: as many as every node",
     )
     cuda_graph_max_bs: int = option(
-        32, "--cuda-graph-max-bs", "largest batch that is captured in a CUDA graph, 32 at most", ge=1
+        256, "--cuda-graph-max-bs", "largest batch that is captured in a CUDA graph, 256 at most", ge=1
     )
     disable_cuda_graph: bool = option(False, "--disable-cuda-graph", "decode without CUDA graphs")
     disable_overlap_schedule: bool = option(

@@ -51,7 +51,7 @@ from ktransformers.ground.errors import InputError
 from ktransformers.modeling.cuda_graphs import GraphCache, GraphPool, Refusal, capture_stream
 from ktransformers.place.gpu.multi_lora import LoraCacheFull
 from ktransformers.place.placement import Placement
-from ktransformers.plan.modes import MAX_DECODE_TOKENS
+from ktransformers.plan.modes import MAX_CAPTURED_TOKENS
 from ktransformers.serve.attention.attention import AttentionSpec, use_attention
 from ktransformers.serve.attention.windows import CHUNK_ATTRIBUTE
 from ktransformers.serve.cache.kv_cache import Owner
@@ -68,7 +68,7 @@ from ktransformers.serve.scheduler.forward import Chunk, Forward, ForwardResult,
 from ktransformers.serve.scheduler.lora import DEVICE_COPY_LOCK
 
 NAME = "decode steps"
-SIZES = (1, 2, 4, 8, 16, 24, MAX_DECODE_TOKENS)  # rows
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, MAX_CAPTURED_TOKENS)  # rows
 MAX_ADAPTER_SETS = 4
 MAX_SET_BYTES = 1 << 30  # of the factors that sets of adapters have copied
 
@@ -94,14 +94,14 @@ class DecodeGraphs:
         model: nn.Module,
         placement: Placement | None,
         record: Record | None = None,
-        max_rows: int = MAX_DECODE_TOKENS,
+        max_rows: int = MAX_CAPTURED_TOKENS,
         overlap: bool = True,
     ) -> None:
         self._model: Any = model
         self._placement = placement
         self.device = next(model.parameters()).device
         self._record = record
-        self._sizes = [*(size for size in SIZES if size < max_rows), min(max_rows, MAX_DECODE_TOKENS)]
+        self._sizes = [*(size for size in SIZES if size < max_rows), min(max_rows, MAX_CAPTURED_TOKENS)]
         self.max_rows = self._sizes[-1]
         self.graphs: GraphCache[StepKey, DecodeStep] = GraphCache(NAME, GraphPool(self.device))
         self._base = AdapterSet((), self.device)
