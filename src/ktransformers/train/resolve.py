@@ -171,9 +171,8 @@ def read_settings(source: str | Path | Mapping[str, Any], overrides: Iterable[st
     if isinstance(flat.get("model_name_or_path"), str):  # a local registry name means nothing on another machine
         flat["model_name_or_path"] = model_registry.portable_name(flat["model_name_or_path"])
     sorter = _KeySorter()
-    for key, value in sorted(
-        flat.items(), key=lambda item: item[0] in TRANSLATED_KEYS
-    ):  # explicit keys before translated ones
+    # Explicit keys come before translated ones.
+    for key, value in sorted(flat.items(), key=lambda item: item[0] in TRANSLATED_KEYS):
         sorter.add(key, value)
     sections: dict[str, Any] = {name: build(SECTIONS[name], values) for name, values in sorter.sections.items()}
     if sections["place"].kt_optimize_rule is not None:

@@ -41,9 +41,8 @@ FEW_ROWS = tl.constexpr(2)  # of one expert in a program whose loop is the short
 PARTS, FEW_ROUTES = 4, 16  # half blocks of down in a program, of batches with more (token, slot) pairs than these
 RANKS_PER_STEP = 128  # numbers of a row of A or B that a step of LoRA's products takes
 
-Lora = tuple[
-    Tensor, Tensor, int
-]  # of one matrix: adapters int32 [T], LoraPointers' table int64 [adapters, 3], largest rank
+# Of one matrix: adapters int32 [T], the table of LoraPointers int64 [adapters, 3], and the largest rank.
+Lora = tuple[Tensor, Tensor, int]
 
 
 @triton.jit
