@@ -123,8 +123,8 @@ class Bench:
     def kernel(self) -> None:
         import torch
 
-        from ktransformers.serve.attention.spec import AttentionSpec
         from ktransformers.serve.attention.latent import LatentProjection
+        from ktransformers.serve.attention.spec import AttentionSpec
         from ktransformers.serve.graphs.decode_attention import attend_latents
         from ktransformers.serve.graphs.step_table import (
             ACTIVE,

@@ -4,6 +4,7 @@ damage.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -28,8 +29,8 @@ BIG = os.urandom(6 << 20)
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(client, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
 
 
 def big_model() -> dict[str, bytes]:
@@ -86,21 +87,26 @@ def test_killed_run_resumes_in_the_next(tmp_path: Path) -> None:
     """The first run is another process and is killed in the middle of the shard."""
     target = tmp_path / "m"
     code = (
-        "import sys; from pathlib import Path; from ktransformers.checkpoint import hub\n"
-        "hub.CHUNK_BYTES, hub.RETRY_SECONDS = 1 << 16, 60.0\n"
+        "import sys, time; from pathlib import Path; from ktransformers.checkpoint import hub\n"
+        "import huggingface_hub.constants, huggingface_hub.file_download\n"
+        "huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE, wait = 1 << 16, time.sleep\n"
+        "huggingface_hub.file_download.time.sleep = lambda _: wait(60)\n"
         "listing = hub.select_files(hub.list_files(sys.argv[1], endpoint=sys.argv[2]))\n"
         "hub.download(listing, Path(sys.argv[3]), endpoint=sys.argv[2])\n"
     )
     with Hub(big_model(), cut=4 << 20, cuts=1) as hub:
         first = subprocess.Popen([sys.executable, "-c", code, hub.repo, hub.url, str(target)])
         end = time.monotonic() + 60
-        while time.monotonic() < end and not (hub.cuts == 0 and len(hub.asked) == 3):
+        parts: list[Path] = []
+        while time.monotonic() < end and not parts:
             time.sleep(0.05)
-        time.sleep(0.3)  # the part is on the disk, and the run waits to try again
-        first.send_signal(signal.SIGKILL)
+            with contextlib.suppress(FileNotFoundError):  # a small file that has got its name meanwhile
+                files = target.glob(f"{client.PARTIAL_DIRECTORY}/*")
+                parts = [file for file in files if file.stat().st_size >= 3 << 20]
+        first.send_signal(signal.SIGKILL)  # which waits to try again
         first.wait()
         assert hub.cuts == 0 and not (target / "model.safetensors").exists()
-        (part,) = (file for file in (target / client.PARTIAL_DIRECTORY).iterdir() if file.stat().st_size > 1 << 20)
+        (part,) = parts
         had = part.stat().st_size
         damaged = verify(target)
         assert not damaged.whole and any("cut off" in finding.text for finding in damaged.findings)

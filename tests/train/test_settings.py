@@ -10,18 +10,12 @@ import torch
 
 from ktransformers.ground import system
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import read_overrides
 from ktransformers.operators.rules import summarise_for_training, summary_of_name
 from ktransformers.place.backends import format_of_backend
 from ktransformers.train.arguments import bf16_note, dtype_of, trainer_arguments
 from ktransformers.train.keys import DERIVED_KEYS, NO_EFFECT_KEYS, RENAMED_KEYS, UNSUPPORTED_KEYS
-from ktransformers.train.resolve import (
-    TRANSLATED_KEYS,
-    isa_of_backend,
-    known_keys,
-    read_overrides,
-    read_settings,
-    trainer_fields,
-)
+from ktransformers.train.resolve import TRANSLATED_KEYS, isa_of_backend, known_keys, read_settings, trainer_fields
 from ktransformers.train.settings import SECTION_OF_KEY
 from tests.support.training_files import SEEDS
 

@@ -64,9 +64,8 @@ class LogprobDifference:
     mean: float
     row: int = 0  # position of the maximum
     token: int = 0
-    per_token: Tensor = field(
-        default_factory=lambda: torch.empty(0), compare=False, repr=False
-    )  # of all rows, concatenated
+    # Of all rows, concatenated.
+    per_token: Tensor = field(default_factory=lambda: torch.empty(0), compare=False, repr=False)
 
     @property
     def is_zero(self) -> bool:

@@ -71,9 +71,8 @@ def read_adapter(
 
 def _read(content: Content, model: str | None, lora_alpha: float | None, verify: bool) -> tuple[Adapter, str]:
     document = read_manifest(content.directory)
-    if (
-        document is not None and content.path.is_file()
-    ):  # the manifest may describe another adapter in the same directory
+    if document is not None and content.path.is_file():
+        # The manifest may describe another adapter in the same directory.
         listed = {tensor["file"] for tensor in document["tensors"].values()}
         document = document if content.path.name in listed else None
     if verify:

@@ -1,9 +1,9 @@
 """Resumable download of a model from a hub: lists files, checks disk space, downloads in parallel, verifies hashes.
 
-huggingface_hub provides the list, the URLs and the HTTP session with its token and proxies. The bytes are downloaded
-here, because huggingface_hub discards an incomplete file when its process ends, and shards have gigabytes. Incomplete
-files are kept in `.kt-partial`, named by a hash, and resumed with range requests: in the same run after a lost
-connection, in the next one after a kill. ModelScope's own client, if installed, resumes by itself. `fetch_snapshot`
+huggingface_hub lists the files and receives the bytes, with retries. Into which file they go is decided here, because
+its own downloads discard an incomplete file when their process ends, and shards have gigabytes. Incomplete files are
+kept in `.kt-partial`, named by a hash, and resumed with range requests: in the same run after a lost connection, in the
+next one after a kill. ModelScope's own client, if installed, resumes by itself. `fetch_snapshot`
 downloads into huggingface_hub's cache instead, for a model that is named by its id.
 """
 
@@ -31,9 +31,6 @@ from ktransformers.ground.model_registry import FileFacts
 PARTIAL_DIRECTORY = ".kt-partial"
 RECORD_FILE = ".kt-files.json"  # hashes of the files that were downloaded into a folder
 CHUNK_BYTES = 1 << 20
-MAX_STALLED_ATTEMPTS = 5  # attempts in a row that receive no byte
-RETRY_SECONDS = 1.0  # between two attempts
-TIMEOUT_SECONDS = 30.0  # without a byte
 MAX_DIRECT_BYTES = 50_000_000_000  # the hub serves larger files only through huggingface_hub's own transfer
 # Pickles run code when they are opened; the others are copies of the weights in formats that are not read.
 DEFAULT_EXCLUDES = (
@@ -164,8 +161,8 @@ def _exclusive_lock(target: Path) -> Iterator[None]:
         os.close(lock)
 
 
-class _ConnectionLost(Exception):
-    """The connection was lost; the request is retried."""
+class _Stopped(Exception):
+    """Another file of the same download has failed."""
 
 
 class _Download:
@@ -208,9 +205,9 @@ class _Download:
             given = f"{self._target} with {free / 1e9:.1f} GB free"
             raise InputError("directory", given, f"{needed / 1e9:.1f} GB", "pass --local-dir on a larger disk")
 
-    def _add_progress(self, count: int) -> None:
+    def _add_progress(self, count: float) -> None:
         with self._lock:
-            self._bytes_done += count
+            self._bytes_done += int(count)
             if self._progress is not None:
                 self._progress(self._bytes_done, self._listing.size)
 
@@ -219,22 +216,16 @@ class _Download:
         facts = self._listing.files[name]
         destination = self._target / name
         destination.parent.mkdir(parents=True, exist_ok=True)
-        if (facts.size or 0) > MAX_DIRECT_BYTES:
-            self._fetch_by_hub_client(name, facts)
-            self._record_hash(name)
-            return
-        key = hashlib.sha256(f"{name} {_expected_hash(facts)}".encode()).hexdigest()[:32]
-        part = self._target / PARTIAL_DIRECTORY / f"{key}.part"
-        part.parent.mkdir(exist_ok=True)
         try:
-            self._fetch_part(name, facts, part)
+            if (facts.size or 0) > MAX_DIRECT_BYTES:
+                self._fetch_by_hub_client(name, facts)
+            else:
+                self._fetch_part(name, facts, destination)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
                 given = f"a disk that cannot be written ({error.strerror})"
                 raise InputError(str(destination), given, "a writable disk with free space") from error
             raise
-        sync(part)
-        part.replace(destination)
         self._record_hash(name)
 
     def _fetch_by_hub_client(self, name: str, facts: FileFacts) -> None:
@@ -244,77 +235,66 @@ class _Download:
         hf_hub_download(self._listing.repo, name, **options)
         self._add_progress(facts.size or 0)
 
-    def _fetch_part(self, name: str, facts: FileFacts, part: Path) -> None:
-        """Request the missing bytes, with retries, until the part is complete; then verify its hash."""
-        stalled, size = 0, part.stat().st_size if part.exists() else 0
-        if facts.size is None or size > facts.size:
-            part.unlink(missing_ok=True)
-            size = 0
-        digest = _Digest(facts)
-        if size:
-            digest.read(part)
+    def _fetch_part(self, name: str, facts: FileFacts, destination: Path) -> None:
+        """Append what is missing to the incomplete file, and give it its name if its hash is right."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.file_download import http_get
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined,unused-ignore]
+
+        key = hashlib.sha256(f"{name} {_expected_hash(facts)}".encode()).hexdigest()[:32]
+        part = self._target / PARTIAL_DIRECTORY / f"{key}.part"
+        part.parent.mkdir(exist_ok=True)
+        url = hf_hub_url(self._listing.repo, name, revision=self._listing.revision, endpoint=self._endpoint)
+        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+        # Unbuffered, so that a process that is killed leaves what it has received.
+        with part.open("ab", buffering=0) as file:
+            size = file.tell()
+            if size > (facts.size or 0):
+                size = file.truncate(0)
             with self._lock:
                 self.resumed += size
             self._add_progress(size)
-        while not part.exists() or size < (size if facts.size is None else facts.size):
-            if self.stop.is_set():
-                raise KTError("the download was stopped")
-            reason = "the hub sent less than it said"
+            bar = self._bar_class()
+            options: Any = {"resume_size": size, "headers": headers, "expected_size": facts.size, "tqdm_class": bar}
             try:
-                self._stream(name, part, digest)
-            except _ConnectionLost as lost:
-                reason = str(lost)
-            before, size = size, part.stat().st_size if part.exists() else 0
-            if part.exists() and (facts.size is None or size >= facts.size):
-                break
-            stalled = 0 if size > before else stalled + 1
-            if stalled >= MAX_STALLED_ATTEMPTS:
-                raise KTError(f"{name}: the connection was lost ({reason}); the same command resumes the download")
-            self.stop.wait(RETRY_SECONDS)
-        if digest.wrong():
+                http_get(url, file, displayed_filename=name, **options)
+            except (_Stopped, InputError):
+                raise KTError("the download was stopped") from None
+            except Exception as error:  # the classes depend on huggingface_hub's HTTP client
+                if isinstance(error, OSError) and error.errno:
+                    raise
+                raise _download_error(name, error) from error
+        if hash_is_wrong(part, facts):
             part.unlink()
             raise KTError(f"{name}: the downloaded file has another hash than the hub says; run the command again")
+        sync(part)
+        part.replace(destination)
 
-    def _stream(self, name: str, part: Path, digest: _Digest) -> None:
-        from huggingface_hub import get_session, hf_hub_url
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined,unused-ignore]
+    def _bar_class(self) -> Any:
+        """What http_get reports to: bytes received, fewer than none if it begins again."""
+        from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-        size = part.stat().st_size if part.exists() else 0
-        url = hf_hub_url(self._listing.repo, name, revision=self._listing.revision, endpoint=self._endpoint)
-        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
-        if size:
-            headers["Range"] = f"bytes={size}-"
-        request = get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=TIMEOUT_SECONDS)
-        blocks = _response_blocks(request, name)
-        status = next(blocks)
-        from_start = size and status != b"206"  # the server ignored the range
-        if from_start:
-            self._add_progress(-size)
-            digest.clear()
-        with part.open("wb" if from_start else "ab") as file:
-            for block in blocks:
-                file.write(block)
-                digest.update(block)
-                self._add_progress(len(block))
-                if self.stop.is_set():
-                    return
+        download = self
+
+        class Counted(tqdm):  # type: ignore[misc]
+            def __init__(self, *args: Any, **options: Any) -> None:
+                options.pop("name", None)
+                super().__init__(*args, **(options | {"disable": True}))
+
+            def update(self, count: float | None = 1) -> None:
+                if download.stop.is_set():
+                    raise _Stopped
+                download._add_progress(count or 0)
+
+        return Counted
 
 
-def _response_blocks(request: Any, name: str) -> Iterator[bytes]:
-    """The status, then the body in blocks; network errors become _ConnectionLost."""
-    try:
-        with request as response:
-            status = int(response.status_code)
-            if status in (401, 403, 404, 416):
-                raise InputError(name, f"status {status} of the hub", "the file", "a gated model needs HF_TOKEN")
-            if status >= 400:
-                raise _ConnectionLost(f"status {status}")
-            yield str(status).encode()
-            yield from response.iter_bytes(chunk_size=CHUNK_BYTES)
-    except (_ConnectionLost, KTError, GeneratorExit):
-        raise
-    except Exception as error:  # the classes depend on huggingface_hub's HTTP client
-        raise _ConnectionLost(str(error) or type(error).__name__) from error
+def _download_error(name: str, error: Exception) -> KTError:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403, 404, 416):
+        return InputError(name, f"status {status} of the hub", "the file", "a gated model needs HF_TOKEN")
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return KTError(f"{name}: the connection was lost ({reason}); the same command resumes the download")
 
 
 def _expected_hash(facts: FileFacts) -> str | None:
@@ -330,36 +310,14 @@ def _read_record(file: Path) -> dict[str, str | None]:
     return record if isinstance(record, dict) else {}
 
 
-class _Digest:
-    """Incremental sha256 of a file, or git's sha1 if only that is known."""
-
-    def __init__(self, facts: FileFacts) -> None:
-        self._facts = facts
-        self.clear()
-
-    def clear(self) -> None:
-        self._hash = hashlib.sha256() if self._facts.sha256 else hashlib.sha1(usedforsecurity=False)
-        if not self._facts.sha256:
-            self._hash.update(f"blob {self._facts.size}\0".encode())
-
-    def update(self, block: bytes) -> None:
-        self._hash.update(block)
-
-    def read(self, file: Path, on_bytes: Callable[[int], None] = lambda _: None) -> None:
-        with file.open("rb") as handle:
-            while block := handle.read(CHUNK_BYTES):
-                self.update(block)
-                on_bytes(len(block))
-
-    def wrong(self) -> bool:
-        expected = _expected_hash(self._facts)
-        return expected is not None and self._hash.hexdigest() != expected
-
-
 def hash_is_wrong(file: Path, facts: FileFacts, on_bytes: Callable[[int], None] = lambda _: None) -> bool:
-    digest = _Digest(facts)
-    digest.read(file, on_bytes)
-    return digest.wrong()
+    """Whether the file has another sha256 than the one that is known, or another sha1 of git if only that is."""
+    digest = hashlib.sha256() if facts.sha256 else hashlib.sha1(f"blob {facts.size}\0".encode(), usedforsecurity=False)
+    with file.open("rb") as handle:
+        while block := handle.read(CHUNK_BYTES):
+            digest.update(block)
+            on_bytes(len(block))
+    return _expected_hash(facts) not in (None, digest.hexdigest())
 
 
 def from_modelscope(
@@ -396,7 +354,7 @@ def _hidden(file: Path, target: Path) -> bool:
 def bar_class(name: str) -> Any:
     """A tqdm that draws nothing and reports the bytes of a download. huggingface_hub counts them in two bars, received
     and written, of which it uses one or both: the larger counts. Bars of files are not shown."""
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+    from tqdm.auto import tqdm
 
     most = {"done": 0.0, "total": 0.0}
 

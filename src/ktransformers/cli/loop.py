@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,7 +69,7 @@ def loop(
         stages.close()
     report, lines = _report(settings, steps, stages.answered, verbose)
     if as_json:
-        print(json.dumps(report.as_json() | {"seconds": round(time.perf_counter() - began, 1)}, indent=2))
+        print(json.dumps(asdict(report) | {"seconds": round(time.perf_counter() - began, 1)}, indent=2))
     else:
         print("\n".join(lines))
     for failure in report.failures:

@@ -91,7 +91,8 @@ def known(as_json: Json = False) -> None:
     documents = [_known_document(entry) for entry in known_models()]
     rows = [["NAME", "HOST MEMORY", "IN INT4", "GPU", "FORMATS", "HUB ID"]]
     for entry in documents:
-        memory = [_memory_cell(entry["memory"], word) for word in ("host", "host_int4", "gpu")]
+        needed = entry["memory"]
+        memory = ["-" if needed is None else gigabytes(needed[word]) for word in ("host", "host_int4", "gpu")]
         repo = next(iter(entry["releases"].values())) + (" (not served)" if entry["unserved"] else "")
         rows.append([entry["name"], *memory, ", ".join(entry["releases"]), repo])
     lines = column_lines(rows)
@@ -104,10 +105,6 @@ def known(as_json: Json = False) -> None:
         if entry["unserved"]
     ]
     print_result(documents, lines, as_json)
-
-
-def _memory_cell(memory: dict[str, int] | None, word: str) -> str:
-    return "-" if memory is None else gigabytes(memory[word])
 
 
 def _known_document(entry: KnownModel) -> dict[str, Any]:
@@ -144,7 +141,10 @@ def add(
     if hashes:
         with drawn_reports(quiet=as_json):
             origin["files"] = _hash_files(path)
-    print_entry(register(path, name, **origin), as_json)
+    entry = register(path, name, **origin)
+    fields = entry_document(entry)
+    line = f"{entry.name}: {describe_kind(fields)}, {gigabytes(fields.get('bytes', 0))}, {entry.path}"
+    print_result(fields, [line], as_json)
 
 
 def _hash_files(path: Path) -> dict[str, Any]:
@@ -163,12 +163,6 @@ def _hash_files(path: Path) -> dict[str, Any]:
                 progress.report("Hashing", done, total, "bytes")
         hashes[file.name] = FileFacts(file.stat().st_size, digest.hexdigest())
     return hashes
-
-
-def print_entry(entry: Entry, as_json: bool) -> None:
-    fields = entry_document(entry)
-    line = f"{entry.name}: {describe_kind(fields)}, {gigabytes(fields.get('bytes', 0))}, {entry.path}"
-    print_result(fields, [line], as_json)
 
 
 @model.command()

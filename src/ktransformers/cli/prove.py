@@ -14,14 +14,9 @@ from ktransformers.cli.progress import error as show_error
 from ktransformers.cli.progress import log
 
 if TYPE_CHECKING:
-    from ktransformers.evaluate.prove.messages import ProofCheck
     from ktransformers.evaluate.prove.run import Proof
 
 STATUS_WORDS = {True: "same", False: "DIFFERENT", None: "left out"}
-
-
-def check_line(check: ProofCheck) -> str:
-    return f"{check.what:<18} {STATUS_WORDS[check.passed]:<10} {check.detail}"
 
 
 def proof_lines(proof: Proof) -> list[str]:
@@ -32,7 +27,7 @@ def proof_lines(proof: Proof) -> list[str]:
         f"{'sample':<18} {proof.tokens} tokens in {proof.rows} {proof.sample}",
         f"{'noise floor':<18} max {floor.max:.2g}, mean {floor.mean:.2g}: the same rows in other batches",
         f"{'effect':<18} max {effect.max:.2g}, mean {effect.mean:.2g}: the adapter against the base",
-        *(check_line(check) for check in proof.checks),
+        *(f"{check.what:<18} {STATUS_WORDS[check.passed]:<10} {check.detail}" for check in proof.checks),
     ]
     if effect.within(floor):
         lines.append("note: the adapter changes these rows by no more than noise, so that they prove nothing")

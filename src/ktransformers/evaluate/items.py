@@ -81,7 +81,7 @@ def read_items(task: Task) -> list[Item]:
     items: list[Item] = []
     ids: set[str] = set()
     for number, row in enumerate(rows):
-        if not all(_has_value(row.get(column), value) for column, value in task.where.items()):
+        if not all(str(row.get(column)) in (value, *value.split("|")) for column, value in task.where.items()):
             continue
         if task.skip_empty and str(row.get(task.columns.output) or "").strip() in EMPTY_REFERENCES:
             continue
@@ -101,10 +101,6 @@ def read_items(task: Task) -> list[Item]:
         indices = sorted(random.Random(task.seed).sample(range(len(items)), task.limit))
         items = [items[index] for index in indices]
     return items
-
-
-def _has_value(value: Any, accepted: str) -> bool:
-    return str(value) in (accepted, *accepted.split("|"))
 
 
 def _resolve_columns(task: Task, rows: list[dict[str, Any]]) -> TaskColumns:

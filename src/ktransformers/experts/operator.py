@@ -128,14 +128,12 @@ def _(
     hidden: Tensor,
     ids: Tensor,
     weights: Tensor,
-    lora: Sequence[Tensor],
+    lora: Any,
     backend: int,
     roles: str,
-    scales: Sequence[float],
+    scales: Any,
     retain: bool,
-    dropout: float,
-    seed: int,
-    pending: int,
+    *_: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     """Of local experts; a layer that other devices or processes compute too cannot be traced."""
     store = _backend_of(backend).store
@@ -173,21 +171,8 @@ experts_backward = torch.library.custom_op("ktransformers::experts_backward", _e
 
 
 @experts_backward.register_fake
-def _(
-    grad_out: Tensor,
-    hidden: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    saved: Sequence[Tensor],
-    lora: Sequence[Tensor],
-    backend: int,
-    roles: str,
-    scales: Sequence[float],
-    lora_needs_grad: bool,
-    dropout: float,
-    seed: int,
-    pending: int,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _(grad_out: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    hidden, _, weights, _, lora, _, _, _, lora_needs_grad, *_ = inputs
     grads = []
     for tensor in lora if lora_needs_grad else ():
         memory_format = torch.preserve_format if experts_innermost(tensor) else torch.contiguous_format

@@ -147,6 +147,9 @@ class ExpertStore:
             self.formats["up"],
             self.formats["down"],
         )
+        self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
+        # The CPU variant that computes, the type of packed weights, and the number of threads.
+        self.isa, self.precision, self.threads = self._experts.isa, self._experts.precision, self._experts.threads
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStore:
         # Packed experts are frozen, so a copy of a model (a reference model, an average of weights) shares them: a
@@ -159,34 +162,8 @@ class ExpertStore:
         return self._experts
 
     @property
-    def num_experts(self) -> int:
-        return self._experts.num_experts
-
-    @property
-    def hidden_size(self) -> int:
-        return self._experts.hidden
-
-    @property
-    def intermediate_size(self) -> int:
-        return self._experts.intermediate
-
-    @property
     def packed_bytes(self) -> int:
         return self._experts.packed_bytes
-
-    @property
-    def isa(self) -> str:
-        """The CPU variant that computes."""
-        return self._experts.isa
-
-    @property
-    def precision(self) -> str:
-        """The type of packed weights."""
-        return self._experts.precision
-
-    @property
-    def threads(self) -> int:
-        return self._experts.threads
 
     @property
     def w8a8(self) -> bool:

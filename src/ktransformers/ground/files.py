@@ -19,7 +19,7 @@ import os
 import re
 import reprlib
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -177,6 +177,36 @@ def read_yaml_mapping(path: str | Path, expected: str = "lines of `key: value`",
     if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
         raise InputError(str(path), f"a YAML {type(document).__name__}", f"a mapping, {expected}", remedy)
     return document
+
+
+def read_overrides(arguments: Iterable[str]) -> dict[str, Any]:
+    """`key=value` with a YAML value; `a.b=value` sets a key of a nested mapping."""
+    overrides: dict[str, Any] = {}
+    for argument in arguments:
+        key, sign, value = argument.partition("=")
+        *path, last = key.strip().removeprefix("--").split(".")
+        if not sign or not last or not all(path):
+            raise InputError("argument", repr(argument), "key=value, as in seed=3 or eval.limit=8")
+        try:
+            parsed = parse_yaml(value, key)
+        except InputError:  # a text with characters that mean something in YAML
+            parsed = value
+        inner = overrides
+        for part in path:
+            inner = inner.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise InputError("argument", repr(argument), f"{part} either as a value or as a mapping")
+        inner[last] = parsed
+    return overrides
+
+
+def merge_mappings(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of both; the second wins, key by key of mappings that both have."""
+    result = dict(first)
+    for key, value in second.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = merge_mappings(result[key], value) if both else value
+    return result
 
 
 def validate(model: type[ModelT], value: Any, where: str, remedy: str = "") -> ModelT:

@@ -10,7 +10,6 @@ alone (those of kt-kernel's converter) have none, and are not compared.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ktransformers.checkpoint.layout import PLACE
 from ktransformers.checkpoint.sources import PlainTensor, Source
@@ -29,7 +28,11 @@ log = logger(__name__)
 def check_same_model(model: Source, experts: Source) -> int:
     """Raises if tensors that both have differ, or if the experts have other layers; returns how many were compared."""
     _check_layers(model, experts)
-    theirs = {tensor.name: tensor for tensor in experts.rest() if _is_shared(tensor)}
+    theirs = {
+        tensor.name: tensor
+        for tensor in experts.rest()
+        if tensor.name.endswith(SHARED_ENDINGS) and torch.Size(tensor.shape).numel() <= MAX_NUMBERS
+    }
     ours = [tensor for tensor in model.rest() if tensor.name in theirs]
     step = max(1, -(-len(ours) // COMPARED))
     for tensor in ours[::step]:
@@ -56,21 +59,14 @@ def _layers(source: Source) -> set[int]:
     return {int(match["layer"]) for match in matches if match is not None}
 
 
-def _is_shared(tensor: PlainTensor) -> bool:
-    return tensor.name.endswith(SHARED_ENDINGS) and torch.Size(tensor.shape).numel() <= MAX_NUMBERS
-
-
 def _compare(ours: PlainTensor, theirs: PlainTensor, experts: Source) -> None:
     if ours.shape != theirs.shape:
         given = f"{ours.name} of shape {list(theirs.shape)}"
         raise InputError(str(experts.path), given, f"{list(ours.shape)}, as the model has it")
-    distance = _distance(ours.numbers(), theirs.numbers())
+    numbers = ours.numbers().double()
+    distance = float((numbers - theirs.numbers().double()).norm() / numbers.norm().clamp_min(1e-30))
     if not distance <= TOLERANCE:
         given = f"{ours.name} that differs from the model's by {distance:.2g} of its size"
         raise InputError(
             str(experts.path), given, "experts of this very model", "take both from releases of the same model"
         )
-
-
-def _distance(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours.double() - theirs.double()).norm() / ours.double().norm().clamp_min(1e-30))

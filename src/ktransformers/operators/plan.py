@@ -69,11 +69,6 @@ def first_rules(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Rule]:
     return {name: own or inherited for name, own, inherited in _rules_of_modules(model, rules) if own or inherited}  # type: ignore[misc]
 
 
-def own_rules(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Rule]:
-    """Module -> the first rule that fits the module itself."""
-    return {name: own for name, own, _ in _rules_of_modules(model, rules) if own is not None}
-
-
 def _rules_of_modules(model: nn.Module, rules: Sequence[Rule]) -> Iterable[tuple[str, Rule | None, Rule | None]]:
     """(module, its own rule, its parent's)."""
     rule_of: dict[str, Rule | None] = {}
@@ -98,7 +93,8 @@ def _rules_of_modules(model: nn.Module, rules: Sequence[Rule]) -> Iterable[tuple
 
 def plan_operators(model: nn.Module, rules: Sequence[Rule], devices: Mapping[str, str] | None = None) -> OperatorPlan:
     """`devices`: module -> the device that it is going to be on; modules without one are on the CPU."""
-    own, modules = own_rules(model, rules), dict(model.named_modules())
+    own = {name: rule for name, rule, _ in _rules_of_modules(model, rules) if rule is not None}
+    modules = dict(model.named_modules())
     _check_matches(rules, model, {id(rule) for rule in own.values()})
     _check_transfers(rules, modules)
     ruled, classes = RuledModel(model), {rule.operator: find_operator(rule) for rule in rules}

@@ -154,16 +154,12 @@ def _require_equal(tables: list[tuple[int, ...]], group: ExpertGroup) -> None:
         raise InputError("kt_expert_partition", given, "the same recipe and model on all ranks")
 
 
-def _aligned(size: int) -> int:
-    return -(-size // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
-
-
 def exchange(fields: Sequence[Tensor], send: list[int], receive: list[int], group: Any) -> list[Tensor]:
     """Rows of every field `[n, w]` to the ranks of the group: the first `send[0]` to rank 0, and so on; returns what
     came, by rank of origin. All fields of a row travel together, in one message per pair of ranks."""
     rows = [field.contiguous() for field in fields]
     sizes = [field.shape[1] * field.element_size() for field in rows]
-    widths = [_aligned(size) for size in sizes]
+    widths = [-(-size // FIELD_ALIGNMENT) * FIELD_ALIGNMENT for size in sizes]
     if sizes == widths and len(rows) == 1:
         packed = rows[0].view(torch.uint8)
     else:
@@ -198,12 +194,6 @@ def _all_to_all(arrived: Tensor, packed: Tensor, send: list[int], receive: list[
 
 def _begins(widths: list[int]) -> list[int]:
     return [0, *itertools.accumulate(widths)][:-1]
-
-
-def _exchange_counts(counts: Tensor, group: Any) -> Tensor:
-    arrived = torch.empty_like(counts)
-    dist.all_to_all_single(arrived, counts, group=group)
-    return arrived
 
 
 def _add_rows(rows: Tensor, index: Tensor, tokens: int) -> Tensor:
@@ -265,7 +255,9 @@ class ExchangedExperts:
     def _dispatch(self, batch: ExpertBatch) -> tuple[Routes, Tensor, ExpertBatch]:
         """Send the batch's rows to the ranks that have their experts; the batch of the rows that arrived here."""
         routes = self._table.routes(batch.ids)
-        counts = torch.stack([routes.counts, _exchange_counts(routes.counts, self.group.members)])
+        arrived = torch.empty_like(routes.counts)
+        dist.all_to_all_single(arrived, routes.counts, group=self.group.members)
+        counts = torch.stack([routes.counts, arrived])
         send, receive = counts.tolist()
         fields = (batch.hidden[routes.rows], batch.weights[routes.rows], routes.positions)
         rows, weights, positions = exchange(fields, send, receive, self.group.members)

@@ -130,7 +130,9 @@ class ExpertEngine:
         self, layer: PlacedLayer, batch: ExpertBatch, retain: bool, mode: str, training: bool
     ) -> tuple[Tensor, SavedForBackward]:
         self.count_pending(wait=mode != STREAM_ALL)
-        name, tokens = _forward_pass(training), batch.ids.shape[0]
+        # A forward pass inside of a backward pass recomputes under activation checkpointing.
+        name = "recompute" if training and torch._C._current_graph_task_id() != -1 else "forward"
+        tokens = batch.ids.shape[0]
         together = mode == CPU and tokens <= MAX_DECODE_TOKENS  # one copy: the CPU computes whatever the ids are
         copy = start_device_to_host((batch.ids, batch.hidden, batch.weights) if together else (batch.ids,))
         counts = None
@@ -303,11 +305,6 @@ class ExpertEngine:
         future = self._worker.submit(work)
         begun.wait()
         return future.result
-
-
-def _forward_pass(training: bool) -> str:
-    """A forward pass inside of a backward pass recomputes under activation checkpointing."""
-    return "recompute" if training and torch._C._current_graph_task_id() != -1 else "forward"
 
 
 def _adapters(layer: PlacedLayer, batch: ExpertBatch) -> list[_core.Adapter]:

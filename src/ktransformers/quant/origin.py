@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from ktransformers.checkpoint.dense import TOKENIZER_FILES
+from ktransformers.checkpoint.gguf_directory import TOKENIZERS
 from ktransformers.checkpoint.gguf_tokenizer import tokenizer_files
 from ktransformers.checkpoint.layout import PLACE
 from ktransformers.checkpoint.packed import SourceFile, is_packed
@@ -39,7 +40,6 @@ from ktransformers.modeling.prepare import (
 from ktransformers.modeling.pretrained import require_json
 
 HASHED_PREFIX_BYTES = 1 << 20  # of a file without a safetensors header
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 
 
 @dataclass(frozen=True)

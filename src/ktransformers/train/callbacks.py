@@ -137,10 +137,8 @@ class GradientCheck(TrainerCallback):
         for module, trace in self.traces.items():
             if trace.experts is not None and not trace.shared:
                 flags = (trace.b_seen, trace.a_seen, trace.a_could)
-                joined = share_flags(self._model, module, trace.experts, flags)
-                self.traces[module] = GradientTrace(
-                    joined.b_seen, joined.a_seen, joined.a_could, joined.experts, shared=True
-                )
+                experts, (b_seen, a_seen, a_could) = share_flags(self._model, module, trace.experts, flags)
+                self.traces[module] = GradientTrace(b_seen, a_seen, a_could, experts, shared=True)
 
     def keep_own(self) -> None:
         """After `share`, before further steps: this rank's experts alone."""

@@ -8,7 +8,7 @@ optimiser states over all experts are made by `parallel/whole_state.py`."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,28 +109,17 @@ def most_passes(model: nn.Module, passes: int) -> int:
     return int(most)
 
 
-@dataclass(frozen=True)
-class SharedFlags:
-    """Which adapted experts of one layer have had a gradient, on all ranks of the group."""
-
-    experts: Tensor  # [E]
-    b_seen: bool
-    a_seen: bool
-    a_could: bool
-
-
-def share_flags(model: nn.Module, module: str, experts: Tensor, flags: tuple[bool, bool, bool]) -> SharedFlags:
+def share_flags(model: nn.Module, module: str, experts: Tensor, flags: Sequence[bool]) -> tuple[Tensor, list[bool]]:
     """Joins `experts` [e] of this rank and (b_seen, a_seen, a_could) over the group. A collective call."""
     group = expert_group(model)
     layer: Any = model.get_submodule(module)
     shard = layer.get_base_layer().kt.shard
     joined = torch.zeros(len(shard.owners) + 3, dtype=torch.uint8)
     joined[list(shard.experts)] = experts.to(torch.uint8)
-    joined[-3:] = torch.tensor(flags, dtype=torch.uint8)
+    joined[-3:] = torch.tensor(list(flags), dtype=torch.uint8)
     assert group is not None
     dist.all_reduce(joined, dist.ReduceOp.MAX, group=group.members)
-    b_seen, a_seen, a_could = joined[-3:].bool().tolist()
-    return SharedFlags(joined[:-3].bool(), b_seen, a_seen, a_could)
+    return joined[:-3].bool(), joined[-3:].bool().tolist()
 
 
 def is_writer(model: nn.Module) -> tuple[bool, bool]:

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ktransformers.ground import model_registry
 from ktransformers.ground.errors import InputError
-from ktransformers.ground.files import find_example, parse_yaml, read_yaml_mapping
+from ktransformers.ground.files import find_example, merge_mappings, read_overrides, read_yaml_mapping
 from ktransformers.ground.options.field import build
 from ktransformers.operators.rules import summarise_for_training
 from ktransformers.place.backends import format_of_backend, isa_of_backend
@@ -79,33 +79,6 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(str(file), "no such file", "a YAML file with training keys", "examples/ holds some")
     return read_yaml_mapping(file)
-
-
-def read_overrides(arguments: Iterable[str]) -> dict[str, Any]:
-    """Parses `key=value` with a YAML value; `kt_config.kt_backend=auto` sets a key of the mapping."""
-    overrides: dict[str, Any] = {}
-    for argument in arguments:
-        key, sign, value = argument.partition("=")
-        if not sign or not key.strip():
-            raise InputError("argument", repr(argument), "key=value")
-        try:
-            parsed = parse_yaml(value, key)
-        except InputError:  # a text with characters that mean something in YAML
-            parsed = value
-        outer, _, inner = key.strip().removeprefix("--").partition(".")
-        if inner:
-            overrides.setdefault(outer, {})[inner] = parsed
-        else:
-            overrides[outer] = parsed
-    return overrides
-
-
-def merge_overrides(file: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(file)
-    for key, value in overrides.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = {**merged[key], **value} if both else value
-    return merged
 
 
 def flatten_kt_config(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,13 +167,12 @@ class _KeySorter:
 def read_settings(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> TrainSettings:
     """The settings of a run, with every key accounted for."""
     file = source if isinstance(source, Mapping) else read_yaml(find_example(source))
-    flat = flatten_kt_config(merge_overrides(file, read_overrides(overrides)))
+    flat = flatten_kt_config(merge_mappings(file, read_overrides(overrides)))
     if isinstance(flat.get("model_name_or_path"), str):  # a local registry name means nothing on another machine
         flat["model_name_or_path"] = model_registry.portable_name(flat["model_name_or_path"])
     sorter = _KeySorter()
-    for key, value in sorted(
-        flat.items(), key=lambda item: item[0] in TRANSLATED_KEYS
-    ):  # explicit keys before translated ones
+    # Explicit keys come before translated ones.
+    for key, value in sorted(flat.items(), key=lambda item: item[0] in TRANSLATED_KEYS):
         sorter.add(key, value)
     sections: dict[str, Any] = {name: build(SECTIONS[name], values) for name, values in sorter.sections.items()}
     if sections["place"].kt_optimize_rule is not None:

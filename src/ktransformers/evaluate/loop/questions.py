@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from ktransformers.ground.client import Client
 from ktransformers.ground.errors import KTError
-from ktransformers.ground.files import write_json
 
 MAX_NEW_TOKENS = 96
 
@@ -39,10 +38,6 @@ def ask(url: str, base: str, adapter: str, questions: Sequence[str]) -> list[Ans
         except (KTError, ValueError, LookupError):  # no chat template, an answer that is none
             return []
     return [AnswerPair(question, *texts[2 * index : 2 * index + 2]) for index, question in enumerate(questions)]
-
-
-def write_answers(file: Path, answers: Sequence[AnswerPair]) -> None:
-    write_json(file, [asdict(pair) for pair in answers])
 
 
 def read_answers(file: Path) -> list[AnswerPair]:

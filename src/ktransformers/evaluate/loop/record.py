@@ -91,10 +91,6 @@ def read_record(folder: Path, stage: str) -> StageRecord | None:
         return None  # written by another version: the stage runs again
 
 
-def remove_record(folder: Path, stage: str) -> None:
-    (folder / f"{stage}.json").unlink(missing_ok=True)
-
-
 def write_record(folder: Path, record: StageRecord) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / f"{record.stage}.json", asdict(record))

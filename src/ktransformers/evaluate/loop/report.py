@@ -74,9 +74,6 @@ class LoopReport:
         """What makes the command exit with an error."""
         return [self.proof] if self.proven is False else []
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def make_report(loop: Loop, steps: Sequence[StageStatus]) -> LoopReport:
     paths = run_paths(loop)
@@ -97,7 +94,7 @@ def make_report(loop: Loop, steps: Sequence[StageStatus]) -> LoopReport:
     )
     training = summarise_training(paths.adapter)
     report = LoopReport(loop.run, loop.name, rows, answers, proof, proven, training, tuple(steps), next_commands)
-    write_report(paths.run, report.name, report_blocks(report, run_panels(read_log(paths.adapter))), report.as_json())
+    write_report(paths.run, report.name, report_blocks(report, run_panels(read_log(paths.adapter))), asdict(report))
     return report
 
 

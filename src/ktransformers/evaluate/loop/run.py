@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from ktransformers.evaluate.loop.stages import (
     serve_arguments,
 )
 from ktransformers.evaluate.loop.sweep import sweep_runs
-from ktransformers.ground.files import write_text
+from ktransformers.ground.files import write_json, write_text
 from ktransformers.ground.progress import ProgressEvent
 
 FAILED = "failed"  # a failed check; any other failure ends the loop
@@ -191,7 +191,7 @@ class Runner:
         if not self.runs:
             adapter = f"{BASE_NAME}:{self.loop.name}"
             answers = questions.ask(address, BASE_NAME, adapter, questions_of(self.loop, self.paths))
-            questions.write_answers(self.run / ANSWERS_FILE, answers)
+            write_json(self.run / ANSWERS_FILE, [asdict(pair) for pair in answers])
             self._listener.on_answers(answers)
         return address, _status(stage, "run", seconds)
 

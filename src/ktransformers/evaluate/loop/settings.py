@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ktransformers.ground.errors import InputError
-from ktransformers.ground.files import parse_yaml, read_yaml_mapping, short
+from ktransformers.ground.files import merge_mappings, read_overrides, read_yaml_mapping, short
 
 Options = dict[str, Any]
 IGNORED = "accepted, and ignored: `max_steps` or `num_train_epochs` of keys says how long to train"
@@ -108,40 +108,9 @@ OWN_SERVE_KEYS = {"host", "port", "api_key", "served_model_name"}
 RESERVED_NAMES = {"base", "model", "quantised", "pace", "planned", "eval", "stages", "logs"}
 
 
-def read_overrides(arguments: Iterable[str]) -> dict[str, Any]:
-    """`a.b=value` as nested mappings, with a YAML value."""
-    overrides: dict[str, Any] = {}
-    for argument in arguments:
-        key, sign, value = argument.partition("=")
-        *path, last = key.strip().removeprefix("--").split(".")
-        if not sign or not last or not all(path):
-            raise InputError("argument", repr(argument), "key=value, as in eval.limit=8")
-        try:
-            parsed = parse_yaml(value, key)
-        except InputError:  # a text with characters that mean something in YAML
-            parsed = value
-        inner = overrides
-        for part in path:
-            inner = inner.setdefault(part, {})
-            if not isinstance(inner, dict):
-                raise InputError("argument", repr(argument), f"{part} either as a value or as a mapping")
-        inner[last] = parsed
-    return overrides
-
-
-def merge_keys(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    result = dict(first)
-    for key, value in second.items():
-        if isinstance(value, dict) and isinstance(result.get(key), dict):
-            result[key] = merge_keys(result[key], value)
-        else:
-            result[key] = value
-    return result
-
-
 def read_loop(file: Path, arguments: Iterable[str] = (), sweep: dict[str, list[Any]] | None = None) -> Loop:
     """`sweep` replaces the file's."""
-    raw = merge_keys(read_yaml_mapping(file, "a YAML file of a loop"), read_overrides(arguments))
+    raw = merge_mappings(read_yaml_mapping(file, "a YAML file of a loop"), read_overrides(arguments))
     raw |= {"sweep": sweep} if sweep else {}
     try:
         return Loop.model_validate(raw)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.evaluate.loop.results import proof_lines, read_json, training_lines
-from ktransformers.evaluate.loop.settings import Loop, Options, merge_keys
+from ktransformers.evaluate.loop.settings import Loop, Options
 from ktransformers.ground import model_registry
 from ktransformers.ground.errors import InputError
-from ktransformers.ground.files import read_yaml_mapping
+from ktransformers.ground.files import merge_mappings, read_yaml_mapping
 from ktransformers.ground.packages import require_extra
 
 SERVER = "SERVER"
@@ -103,7 +103,7 @@ def to_flags(options: Options) -> list[str]:
 def build_recipe(loop: Loop, paths: RunPaths) -> dict[str, Any]:
     """The keys of `kt train`: the file's, the loop's, and those that follow from the run."""
     file = read_yaml_mapping(Path(loop.train.file), "a YAML file of `kt train`") if loop.train.file else {}
-    keys = merge_keys(file, loop.train.keys)
+    keys = merge_mappings(file, loop.train.keys)
     for key, value in (("model_name_or_path", paths.model), ("output_dir", str(paths.adapter))):
         if loop.train.keys.get(key, value) != value:
             raise InputError(f"train.keys.{key}", loop.train.keys[key], "nothing", "it follows from the run")

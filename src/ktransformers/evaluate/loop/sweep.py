@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ktransformers.evaluate.loop.settings import RESERVED_NAMES, Loop, merge_keys
+from ktransformers.evaluate.loop.settings import RESERVED_NAMES, Loop
 from ktransformers.ground.errors import InputError
-from ktransformers.ground.files import parse_yaml
+from ktransformers.ground.files import merge_mappings, parse_yaml
 
 SHORT_NAMES = {
     "rank": "lora_rank",
@@ -109,7 +109,7 @@ def sweep_runs(loop: Loop) -> tuple[Loop, ...]:
     """The runs as loops: their own folder, name and keys of `kt train`."""
     runs = []
     for name, chosen in run_settings(loop).items():
-        keys = merge_keys(loop.train.keys, {key_of(axis): value for axis, value in chosen.items()})
+        keys = merge_mappings(loop.train.keys, {key_of(axis): value for axis, value in chosen.items()})
         train = loop.train.model_copy(update={"keys": keys})
         runs.append(loop.model_copy(update={"run": str(Path(loop.run) / name), "name": name, "train": train}))
     return tuple(runs)

@@ -49,9 +49,6 @@ class SweepReport:
         """What makes the command exit with an error."""
         return [f"{run.name}: {run.proof}" for run in self.runs if run.training is None or run.proven is False]
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def make_sweep_report(loop: Loop, steps: Sequence[StageStatus]) -> SweepReport:
     shared, settings = run_paths(loop), run_settings(loop)
@@ -65,7 +62,7 @@ def make_sweep_report(loop: Loop, steps: Sequence[StageStatus]) -> SweepReport:
         () if best is None else (f"kt serve {best.adapter}", f"kt chat --model {Path(shared.model).name}:{best.name}")
     )
     report = SweepReport(loop.run, runs, tuple(steps), commands)
-    write_report(shared.run, f"{len(runs)} runs of a sweep", report_blocks(report), report.as_json())
+    write_report(shared.run, f"{len(runs)} runs of a sweep", report_blocks(report), asdict(report))
     return report
 
 

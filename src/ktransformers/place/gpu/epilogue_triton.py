@@ -14,15 +14,21 @@ MAX_COLUMNS = 1024  # of one program
 
 
 @triton.jit
+def _load_sum(rows, addend, at, valid, ADDEND: tl.constexpr):
+    """float32: rows at these offsets, plus the addend."""
+    value = tl.load(rows + at, mask=valid, other=0.0).to(tl.float32)
+    if ADDEND:
+        value += tl.load(addend + at, mask=valid, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
 def _activate(gate_up, addend, out, columns, ADDEND: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = column < columns
-    gate = tl.load(gate_up + row * 2 * columns + column, mask=valid, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * columns + columns + column, mask=valid, other=0.0).to(tl.float32)
-    if ADDEND:
-        gate += tl.load(addend + row * 2 * columns + column, mask=valid, other=0.0).to(tl.float32)
-        up += tl.load(addend + row * 2 * columns + columns + column, mask=valid, other=0.0).to(tl.float32)
+    gate = _load_sum(gate_up, addend, row * 2 * columns + column, valid, ADDEND)
+    up = _load_sum(gate_up, addend, row * 2 * columns + columns + column, valid, ADDEND)
     tl.store(out + row * columns + column, (gate * tl.sigmoid(gate) * up).to(tl.bfloat16), mask=valid)
 
 
@@ -47,14 +53,9 @@ def _activate_backward(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         valid = column < columns
-        gate = tl.load(gate_up + row * 2 * columns + column, mask=valid, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + row * 2 * columns + columns + column, mask=valid, other=0.0).to(tl.float32)
-        if ADDEND:
-            gate += tl.load(addend + row * 2 * columns + column, mask=valid, other=0.0).to(tl.float32)
-            up += tl.load(addend + row * 2 * columns + columns + column, mask=valid, other=0.0).to(tl.float32)
-        grad_h = tl.load(grad + row * columns + column, mask=valid, other=0.0).to(tl.float32)
-        if LORA_GRAD:
-            grad_h += tl.load(lora_grad + row * columns + column, mask=valid, other=0.0).to(tl.float32)
+        gate = _load_sum(gate_up, addend, row * 2 * columns + column, valid, ADDEND)
+        up = _load_sum(gate_up, addend, row * 2 * columns + columns + column, valid, ADDEND)
+        grad_h = _load_sum(grad, lora_grad, row * columns + column, valid, LORA_GRAD)
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
         h = silu * up
@@ -86,9 +87,7 @@ def _scatter(
     valid = column < columns
     if HAS_VALID_ROWS:
         valid = valid & (row < tl.load(valid_rows))
-    value = tl.load(rows + row * columns + column, mask=valid, other=0.0).to(tl.float32)
-    if ADDEND:
-        value += tl.load(addend + row * columns + column, mask=valid, other=0.0).to(tl.float32)
+    value = _load_sum(rows, addend, row * columns + column, valid, ADDEND)
     if WEIGHT:
         value *= tl.load(weight + row)
     target = tl.load(token + row).to(tl.int64)

@@ -33,10 +33,10 @@ from ktransformers.quantized.gpu.layout import Geometry
 GROUP_BYTES = ENGINE_LIMITS.group_bytes
 WHOLE_LAYER_BYTES = ENGINE_LIMITS.whole_layer_bytes
 GROUP_ROWS, TOKEN_ROWS = ENGINE_LIMITS.group_rows, ENGINE_LIMITS.token_rows
-SMALL_FETCH_BYTES = (
-    64 << 20
-)  # of missing experts that get no group of their own: launching one takes as long as copying them
-PREFETCHED_GROUPS = 2  # groups whose copies are queued ahead of the products
+# Missing experts of fewer bytes join the cached group: launching a group of their own takes as long as copying them.
+SMALL_FETCH_BYTES = 64 << 20
+# Groups whose copies are queued ahead of the products.
+PREFETCHED_GROUPS = 2
 
 
 @dataclass(frozen=True)

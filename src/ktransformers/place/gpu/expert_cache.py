@@ -76,9 +76,8 @@ class ExpertCache:
         self._owner: list[Key | None] = [None] * count
         self._last_read: list[torch.cuda.Event | None] = [None] * count
         self._copy_number = [0] * count  # sequence number of the copy that filled each slot
-        self._queued_copies: deque[tuple[int, torch.cuda.Event]] = (
-            deque()
-        )  # the last number of each queued batch of copies
+        # The last number of each queued batch of copies.
+        self._queued_copies: deque[tuple[int, torch.cuda.Event]] = deque()
         self._copies_done = 0  # copies up to this number have finished
         self._last_used = [0] * count
         self._clock = self._copies_queued = 0

@@ -87,9 +87,8 @@ class LoraCache:
 class LoraPointers:
     """Addresses of a layer's expert LoRA factors in several adapters, for kernels that look adapters up by index."""
 
-    tables: dict[
-        str, Tensor
-    ]  # by "first" and "down": int64 [adapters, 3], addresses of A and B and their rank; 0: none
+    # By "first" and "down": int64 [adapters, 3], addresses of A and B and their rank; 0: none.
+    tables: dict[str, Tensor]
     ranks: dict[str, int]  # the largest
     pairs: tuple[Pairs, ...]  # of each adapter; pinned
     factors: tuple[ExpertLora, ...]

@@ -41,9 +41,8 @@ FEW_ROWS = tl.constexpr(2)  # of one expert in a program whose loop is the short
 PARTS, FEW_ROUTES = 4, 16  # half blocks of down in a program, of batches with more (token, slot) pairs than these
 RANKS_PER_STEP = 128  # numbers of a row of A or B that a step of LoRA's products takes
 
-Lora = tuple[
-    Tensor, Tensor, int
-]  # of one matrix: adapters int32 [T], LoraPointers' table int64 [adapters, 3], largest rank
+# Of one matrix: adapters int32 [T], the table of LoraPointers int64 [adapters, 3], and the largest rank.
+Lora = tuple[Tensor, Tensor, int]
 
 
 @triton.jit
@@ -147,12 +146,13 @@ def _lora_b(sums, pair, expert, top_k, adapters, factors, inner, row, valid, out
 
 
 @triton.jit
-def _store_first(
-    pair, low_sum, high_sum, expert, bias, adapters, factors, inner, out, low, high, low_valid, high_valid, outputs,
-    rows, top_k, BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, ADDED: tl.constexpr,
-    RANKS: tl.constexpr,
+def _store_pair(
+    pair, low_sum, high_sum, expert, weights, bias, adapters, factors, inner, out, low, high, low_valid, high_valid,
+    outputs, rows, top_k, BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    ADDED: tl.constexpr, RANKS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up of one pair, after bias and LoRA; activated if GATE."""
+    """Both halves of a block of one pair, after bias and LoRA; activated if GATE, times the pair's weight if
+    WEIGHTED."""
     if pair >= 0:
         if BIAS:
             low_sum += tl.load(bias + expert * outputs + low, mask=low_valid, other=0.0)
@@ -166,19 +166,22 @@ def _store_first(
             h = activate(low_sum, high_sum, LIMIT, ALPHA, ADDED)
             tl.store(out + pair.to(tl.int64) * rows + low, h, mask=low_valid)
         else:
+            if WEIGHTED:
+                weight = tl.load(weights + pair).to(tl.float32)
+                low_sum, high_sum = low_sum * weight, high_sum * weight
             tl.store(out + pair.to(tl.int64) * outputs + low, low_sum, mask=low_valid)
             tl.store(out + pair.to(tl.int64) * outputs + high, high_sum, mask=high_valid)
 
 
 @triton.jit
-def _first_pairs(
-    members, hidden, ids, weights, lora, bias, out, route, block, base, rows, columns, places, top_k,
+def _multiply_pairs(
+    members, x, ids, weights, matrix, lora, bias, out, route, block, base, rows, columns, places, top_k,
     FORM: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr, ADDED: tl.constexpr, RANKS: tl.constexpr,
+    ALPHA: tl.constexpr, ADDED: tl.constexpr, RANKS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """A block of gate and up for a tuple of pairs."""
-    x = _rows(hidden, members, top_k, columns // 2)
-    low_sums, high_sums = block_products(x, *weights, base, columns, *places, FORM)
+    """A block of the matrix for a tuple of pairs."""
+    x_rows = _rows(x, members, 1 if WEIGHTED else top_k, columns // 2)
+    low_sums, high_sums = block_products(x_rows, *matrix, base, columns, *places, FORM)
     expert, n = tl.load(ids + route).to(tl.int64), tl.arange(0, 16)
     if PAIRED:
         low, outputs = block * 16 + n, 2 * rows
@@ -187,16 +190,17 @@ def _first_pairs(
         low, outputs = block * 32 + n, rows
         high, low_valid, high_valid = low + 16, low < rows, low + 16 < rows
     for m in tl.static_range(len(members)):
-        _store_first(
-            members[m], low_sums[m], high_sums[m], expert, bias, *lora, out, low, high, low_valid, high_valid,
-            outputs, rows, top_k, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS,
+        _store_pair(
+            members[m], low_sums[m], high_sums[m], expert, weights, bias, *lora, out, low, high, low_valid, high_valid,
+            outputs, rows, top_k, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS, WEIGHTED,
         )  # fmt: skip
 
 
 @triton.jit
-def _first_rows(
-    hidden,  # int32 [T, columns / 2]: pairs of bf16
+def _multiply_rows(
+    x,  # int32: pairs of bf16, [T, columns / 2]; of down, whose rows are WEIGHTED, [T * k, columns / 2]
     ids,
+    weights,  # [T, k], or unused
     slot_of,
     counts,
     slots,  # of `_group_routes`, or unused
@@ -208,7 +212,7 @@ def _first_rows(
     adapters,
     factors,
     inner,
-    out,  # as that of `first_tiles`
+    out,  # as that of `first_tiles`; of down float32 [T * k, rows]
     experts,
     top_k,
     rows,
@@ -229,99 +233,10 @@ def _first_rows(
     ALPHA: tl.constexpr,
     ADDED: tl.constexpr,
     RANKS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):
     route, block = tl.program_id(0), tl.program_id(1)
     slot = _slot_of_route(ids, slot_of, counts, slots, route, block, experts, COUNT, ROWS)
-    if slot >= 0:
-        members = _pairs(pairs, route, ROWS)
-        base = slot * expert_bytes + block.to(tl.int64) * block_bytes
-        weights, lora = (words, scales, scale_factors), (adapters, factors, inner)
-        places = (half_bytes, codes_at, spans_at, mask)
-        if ROWS > FEW_ROWS:
-            many = members[FEW_ROWS] >= 0
-        else:
-            many: tl.constexpr = False
-        if many:
-            _first_pairs(
-                members, hidden, ids, weights, lora, bias, out, route, block, base, rows, columns, places, top_k, FORM,
-                PAIRED, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS,
-            )  # fmt: skip
-        else:
-            _first_pairs(
-                members[:FEW_ROWS], hidden, ids, weights, lora, bias, out, route, block, base, rows, columns, places,
-                top_k, FORM, PAIRED, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS,
-            )  # fmt: skip
-
-
-@triton.jit
-def _store_down(
-    pair, low_sum, high_sum, expert, weights, bias, adapters, factors, inner, out, row, rows, top_k,
-    BIAS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """Both halves of a block of one pair, after bias and LoRA, times the pair's weight."""
-    if pair >= 0:
-        weight = tl.load(weights + pair).to(tl.float32)
-        high = row + 16
-        if BIAS:
-            low_sum += tl.load(bias + expert * rows + row, mask=row < rows, other=0.0)
-            high_sum += tl.load(bias + expert * rows + high, mask=high < rows, other=0.0)
-        if RANKS:
-            low_sum = _lora_b(low_sum, pair, expert, top_k, adapters, factors, inner, row, row < rows, rows, RANKS)
-            high_sum = _lora_b(high_sum, pair, expert, top_k, adapters, factors, inner, high, high < rows, rows, RANKS)
-        target = out + pair.to(tl.int64) * rows
-        tl.store(target + row, low_sum * weight, mask=row < rows)
-        tl.store(target + high, high_sum * weight, mask=high < rows)
-
-
-@triton.jit
-def _down_pairs(
-    members, h, ids, weights, pair_weights, lora, bias, out, route, block, base, rows, columns, places, top_k,
-    FORM: tl.constexpr, BIAS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """A block of down for a tuple of pairs."""
-    x = _rows(h, members, 1, columns // 2)
-    low_sums, high_sums = block_products(x, *weights, base, columns, *places, FORM)
-    expert, row = tl.load(ids + route).to(tl.int64), block * 32 + tl.arange(0, 16)
-    for m in tl.static_range(len(members)):
-        _store_down(
-            members[m], low_sums[m], high_sums[m], expert, pair_weights, bias, *lora, out, row, rows, top_k,
-            BIAS, RANKS,
-        )  # fmt: skip
-
-
-@triton.jit
-def _down_rows(
-    h,  # int32 [T * k, columns / 2]: pairs of bf16
-    ids,
-    weights,  # [T, k]
-    slot_of,
-    slots,
-    pairs,
-    words,
-    scales,
-    scale_factors,
-    bias,
-    adapters,
-    factors,
-    inner,
-    out,  # float32 [T * k, rows]: weighted
-    experts,
-    top_k,
-    rows,
-    expert_bytes,
-    block_bytes,
-    columns,
-    half_bytes,
-    codes_at,
-    spans_at,
-    mask,
-    FORM: tl.constexpr,  # of the numbers of K: `block_products`
-    ROWS: tl.constexpr,
-    BIAS: tl.constexpr,
-    RANKS: tl.constexpr,
-):
-    route, block = tl.program_id(0), tl.program_id(1)
-    slot = _slot_of_route(ids, slot_of, slots, slots, route, block, experts, False, ROWS)
     if slot >= 0:
         members = _pairs(pairs, route, ROWS)
         base = slot * expert_bytes + block.to(tl.int64) * block_bytes
@@ -332,14 +247,14 @@ def _down_rows(
         else:
             many: tl.constexpr = False
         if many:
-            _down_pairs(
-                members, h, ids, matrix, weights, lora, bias, out, route, block, base, rows, columns, places, top_k,
-                FORM, BIAS, RANKS,
+            _multiply_pairs(
+                members, x, ids, weights, matrix, lora, bias, out, route, block, base, rows, columns, places, top_k,
+                FORM, PAIRED, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS, WEIGHTED,
             )  # fmt: skip
         else:
-            _down_pairs(
-                members[:FEW_ROWS], h, ids, matrix, weights, lora, bias, out, route, block, base, rows, columns, places,
-                top_k, FORM, BIAS, RANKS,
+            _multiply_pairs(
+                members[:FEW_ROWS], x, ids, weights, matrix, lora, bias, out, route, block, base, rows, columns, places,
+                top_k, FORM, PAIRED, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS, WEIGHTED,
             )  # fmt: skip
 
 
@@ -463,7 +378,7 @@ def group_routes(
 def _row_arguments(
     packed: Tensor, ids: Tensor, slot_of: Tensor, bias: Tensor | None, matrix: PackedMatrix, groups: Groups | None
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
-    """Arguments of `_first_rows` and `_down_rows`: groups; weights and biases; sizes; constants."""
+    """Arguments of `_multiply_rows`: groups; weights and biases; sizes; constants."""
     views, places, constants = block_products_triton.arguments(
         packed, matrix, block_products_triton.tile_of(ids.shape[0])
     )
@@ -515,10 +430,10 @@ def first(
     flags = {"COUNT": counts is not None, "PAIRED": matrix.paired, "RANKS": ranks} | _gate_arguments(gate)
     if block_products_triton.supports(matrix):
         grouping, tensors, sizes, constants = _row_arguments(packed, ids, slot_of, bias, matrix, groups)
-        multiply: Any = _first_rows[(routes, matrix.blocks)]
+        multiply: Any = _multiply_rows[(routes, matrix.blocks)]
         multiply(
-            _as_pairs(hidden), ids, slot_of, counted, *grouping, *tensors, *lora_tensors, out, *sizes,
-            **constants, **flags,
+            _as_pairs(hidden), ids, slot_of, slot_of, counted, *grouping, *tensors, *lora_tensors, out, *sizes,
+            WEIGHTED=False, **constants, **flags,
         )  # fmt: skip
         return out
     tensors, sizes, constants = _weight_arguments(packed, ids, slot_of, bias, matrix)
@@ -544,10 +459,11 @@ def down(
     lora_tensors, ranks = _lora_arguments(h, ids, slot_of, matrix, lora)
     if block_products_triton.supports(matrix):
         grouping, tensors, sizes, constants = _row_arguments(packed, ids, slot_of, bias, matrix, groups)
-        multiply: Any = _down_rows[(ids.numel(), matrix.blocks)]
+        multiply: Any = _multiply_rows[(ids.numel(), matrix.blocks)]
+        flags = {"COUNT": False, "PAIRED": False, "RANKS": ranks, "WEIGHTED": True} | _gate_arguments(None)
         multiply(
-            _as_pairs(h), ids, weights, slot_of, *grouping, *tensors, *lora_tensors, outputs, *sizes,
-            RANKS=ranks, **constants,
+            _as_pairs(h), ids, weights, slot_of, slot_of, *grouping, *tensors, *lora_tensors, outputs, *sizes,
+            **constants, **flags,
         )  # fmt: skip
         return _sum(outputs, ids, slot_of, dtype)
     tensors, sizes, constants = _weight_arguments(packed, ids, slot_of, bias, matrix)

@@ -1,25 +1,16 @@
-"""The decoder of GGUF's K types and of quants in two planes, in Triton: as `dequantize_triton.py`, with values that are
-a product, or a product and a sum or difference, of small numbers in the headers.
-
-A fused multiply-add would round once less than the format's definition does, so the kernel is compiled without.
+"""Values of GGUF's K types and of quants in two planes, in Triton: a product, or a product and a sum or difference, of
+small numbers in the headers. Kernels that call these functions are compiled without fused multiply-adds, which would
+round once less than the definitions of the formats do.
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ktransformers.quantized.gpu import layout
-from ktransformers.quantized.gpu.layout import PackedMatrix, StripFormat
+from ktransformers.quantized.gpu.layout import StripFormat
 
-COLUMNS = 128
-NOWHERE = tl.constexpr(layout.NOWHERE)
-LINE = tl.constexpr(layout.LINE)  # bytes that all experts and blocks are multiples of
 # Kinds of scales (csrc/kernels/format.h).
 FLOAT, SCALE_AND_MIN, Q2_K, Q3_K, Q4_K, Q6_K = (tl.constexpr(number) for number in range(6))
 SCALE_KINDS = {"floats": FLOAT, "scale_and_min": SCALE_AND_MIN, "q2_k": Q2_K, "q3_k": Q3_K, "q4_k": Q4_K, "q6_k": Q6_K}
@@ -141,73 +132,6 @@ def gguf_values(
     return gguf_value(unsigned_number(code, ZERO), slope, offset, KIND)
 
 
-@triton.jit
-def _decode(
-    words,
-    bytes_,
-    halves,
-    where,
-    out,
-    unit,
-    block_bytes,
-    strip_at,
-    codes_at,
-    span_bytes,
-    block_rows,
-    first_row,
-    half_rows,
-    columns,
-    out_rows,
-    KIND: tl.constexpr,
-    ZERO: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    SPAN: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    place, block, chunk = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
-    distance = tl.load(where + place).to(tl.int64)
-    if distance == NOWHERE:
-        return
-    base = tl.multiple_of(distance * unit, LINE) + block.to(tl.int64) * block_bytes + strip_at
-    n, k = tl.arange(0, 16)[:, None], chunk * WIDTH + tl.arange(0, WIDTH)[None, :]
-    inside = (k < columns) & (n < 16)
-    value = gguf_values(words, bytes_, halves, base, n, k, inside, codes_at, span_bytes, KIND, ZERO, LOW, HIGH, SPAN)
-    row = block * block_rows + n
-    target = out + (place * out_rows + first_row + row) * columns + k
-    tl.store(target, value.to(tl.bfloat16), mask=inside & (row < half_rows))
-
-
 def supports(form: StripFormat) -> bool:
     halves = form.scales != "floats" or [field.kind for field in form.fields] == ["f16"]
     return form.element == "uint" and form.scales in SCALE_KINDS and halves
-
-
-def decode_half(packed: Tensor, where: Tensor, unit: int, matrix: PackedMatrix, half: int, out: Tensor) -> None:
-    flat, form, strip = packed.view(-1), matrix.formats[half], matrix.strip(half)
-    first = half * matrix.half_rows
-    launch: Any = _decode[(-(-matrix.columns // COLUMNS), matrix.blocks, where.shape[0])]
-    launch(
-        flat.view(torch.int32),
-        flat,
-        flat.view(torch.float16),
-        where,
-        out,
-        unit,
-        matrix.block_bytes,
-        matrix.strip_at(half),
-        strip.codes_at,
-        strip.span_bytes,
-        matrix.block_rows,
-        first,
-        matrix.rows if matrix.paired else matrix.rows - first,
-        matrix.columns,
-        matrix.out_rows,
-        KIND=SCALE_KINDS[form.scales],
-        ZERO=form.zero_point,
-        LOW=form.planes[0],
-        HIGH=form.planes[1] if len(form.planes) > 1 else 0,
-        SPAN=form.span,
-        WIDTH=COLUMNS,
-        enable_fp_fusion=False,
-    )

@@ -2,8 +2,8 @@
 
 Codes are read as 32-bit words (16-bit for bf16), of which a tile's 512 values share a few, so that the loads of a warp
 fall into one or two lines; headers are read through views of the same buffer in their own types. Kinds of elements and
-scales are numbers at compile time. Formats whose quants lie in two planes or whose scales are those of GGUF's K types
-have another kernel (`dequantize_gguf_triton.py`), and so has bf16:12 (`dequantize_bf16_12_triton.py`).
+scales are numbers at compile time. Values whose quants lie in two planes or whose scales are those of GGUF's K types
+come from `dequantize_gguf_triton.py`; bf16:12 has a kernel of its own (`dequantize_bf16_12_triton.py`).
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"
@@ -16,13 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.quantized.gpu import dequantize_bf16_12_triton, dequantize_gguf_triton
-from ktransformers.quantized.gpu.dequantize_gguf_triton import LINE, NOWHERE, unsigned_number
+from ktransformers.quantized.gpu import dequantize_bf16_12_triton, dequantize_gguf_triton, layout
+from ktransformers.quantized.gpu.dequantize_gguf_triton import gguf_values, unsigned_number
 from ktransformers.quantized.gpu.layout import TILE_BYTES, PackedMatrix, StripFormat
 
 COLUMNS = 128  # of K that a program takes
-# Kinds of elements and of scales (csrc/kernels/format.h).
-BF16, INT8, UINT, E4M3, E2M1 = (tl.constexpr(number) for number in range(5))
+NOWHERE = tl.constexpr(layout.NOWHERE)
+LINE = tl.constexpr(layout.LINE)  # bytes that all experts and blocks are multiples of
+# Kinds of elements and of scales (csrc/kernels/format.h); the scales of GGUF are of its own kinds.
+BF16, INT8, UINT, E4M3, E2M1, GGUF = (tl.constexpr(number) for number in range(6))
 FLOAT, E8M0, NESTED = (tl.constexpr(number) for number in range(3))
 ELEMENTS = {"bf16": BF16, "int8": INT8, "uint": UINT, "e4m3": E4M3, "e2m1": E2M1}
 SCALE_KINDS = {"none": FLOAT, "floats": FLOAT, "e8m0": E8M0, "e4m3": NESTED}
@@ -95,8 +97,8 @@ def scale_of(
 @triton.jit
 def _decode(
     words,  # the buffer as int32, or int16 for bf16
-    scales,  # the buffer in the type of the scales
-    factors,  # and as float32
+    scales,  # the buffer in the type of the scales; as bytes for GGUF
+    factors,  # and as float32; as float16 for GGUF
     where,
     out,
     unit,  # bytes that `where` counts in
@@ -104,7 +106,7 @@ def _decode(
     first_half,
     half_bytes,  # from half 0 to half 1 of a block
     codes_at,  # within the strip
-    spans_at,
+    spans_at,  # the bytes of a span for GGUF
     block_rows,
     half_rows,  # from half 0 to half 1 in the output
     end_rows,  # of half 0 and half 1, all blocks together
@@ -114,7 +116,8 @@ def _decode(
     CODE: tl.constexpr,
     ZERO: tl.constexpr,  # point of unsigned quants
     SCALE: tl.constexpr,
-    BITS: tl.constexpr,
+    BITS: tl.constexpr,  # of the first plane
+    HIGH: tl.constexpr,  # and of the second, or 0
     SPAN: tl.constexpr,
     ENTRIES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
@@ -133,6 +136,10 @@ def _decode(
     if CODE == BF16:
         at = base // 2 + tile * 1024 + step * 32 + n * 2 + k % 2
         value = tl.load(words + at, mask=inside & (n < 16), other=0).to(tl.bfloat16, bitcast=True)
+    elif CODE == GGUF:
+        value = gguf_values(
+            words, scales, factors, base, n, k, inside & (n < 16), codes_at, spans_at, SCALE, ZERO, BITS, HIGH, SPAN
+        ).to(tl.bfloat16)
     else:
         bit = step * BITS
         at = (base + codes_at) // 4 + tile * (16 * BITS) + (bit // 32) * 32 + n * 2 + k % 2
@@ -145,7 +152,7 @@ def _decode(
 
 
 def kind_of(form: StripFormat) -> tuple[Any, Any] | None:
-    """The kinds of elements and scales; None for those of the other kernel, or of none."""
+    """The kinds of elements and scales; None for those of GGUF, of bf16:12, or of none."""
     if len(form.planes) > 1 or form.bits == 1 or form.element not in ELEMENTS or form.scales not in SCALE_KINDS:
         return None
     return ELEMENTS[form.element], SCALE_KINDS[form.scales]
@@ -163,45 +170,55 @@ def unit_of(where: Tensor, matrix: PackedMatrix) -> int:
 def decode(packed: Tensor, where: Tensor, matrix: PackedMatrix, out: Tensor) -> None:
     """As `dequantize.decode`; experts with NOWHERE for their slot are left out. Both halves of a block are decoded in
     one launch where they have one format; the last half block may hold fewer rows than a whole one."""
-    flat = packed.view(-1)
-    together = matrix.formats[0] == matrix.formats[1] and kind_of(matrix.formats[0]) is not None
+    flat, unit = packed.view(-1), unit_of(where, matrix)
+    together = matrix.formats[0] == matrix.formats[1] and not dequantize_bf16_12_triton.supports(matrix.formats[0])
     for half in (0,) if together else (0, 1):
         form = matrix.formats[half]
-        kind = kind_of(form)
-        if kind is None:
-            decoder = dequantize_bf16_12_triton if dequantize_bf16_12_triton.supports(form) else dequantize_gguf_triton
-            decoder.decode_half(packed, where, unit_of(where, matrix), matrix, half, out)
+        if dequantize_bf16_12_triton.supports(form):
+            dequantize_bf16_12_triton.decode_half(packed, where, unit, matrix, half, out)
             continue
-        strip = matrix.strip(half)
-        field = (form.fields or form.row)[0] if not matrix.plain else None
-        scales = flat.view(SCALES[field.kind]) if field is not None else flat
+        views, spans_at, constants = _stored(flat, matrix, half)
         halves = 2 if together else 1
         launch: Any = _decode[(-(-matrix.columns // COLUMNS), matrix.blocks, halves * where.shape[0])]
         launch(
-            flat.view(torch.int16 if matrix.plain else torch.int32),
-            scales,
-            flat if matrix.plain else flat.view(torch.float32),
+            *views,
             where,
             out,
-            unit_of(where, matrix),
+            unit,
             matrix.block_bytes,
             half,
             TILE_BYTES if matrix.plain else matrix.strip_at(1),
-            0 if matrix.plain else strip.codes_at,
-            0 if matrix.plain else strip.row_bytes if form.span else 0,
+            0 if matrix.plain else matrix.strip(half).codes_at,
+            spans_at,
             matrix.block_rows,
             matrix.half_rows,
             matrix.rows,
             matrix.rows if matrix.paired else matrix.rows - matrix.half_rows,
             matrix.columns,
             matrix.out_rows,
-            CODE=kind[0],
             ZERO=form.zero_point,
-            SCALE=kind[1],
-            BITS=form.bits,
             SPAN=form.span,
-            ENTRIES=1 if field is not None and field.shared else 16,
-            SCALE_BYTES=scales.element_size(),
             WIDTH=COLUMNS,
             HALVES=halves,
+            **constants,
         )
+
+
+def _stored(flat: Tensor, matrix: PackedMatrix, half: int) -> tuple[tuple[Tensor, Tensor, Tensor], int, dict[str, Any]]:
+    """Of the format of a half block: words, scales and factors; `spans_at`; kinds and sizes."""
+    form, kind = matrix.formats[half], kind_of(matrix.formats[half])
+    if kind is None:
+        low, high = (*form.planes, 0)[:2]
+        constants = {"CODE": GGUF, "SCALE": dequantize_gguf_triton.SCALE_KINDS[form.scales], "BITS": low, "HIGH": high}
+        constants |= {"ENTRIES": 0, "SCALE_BYTES": 0}
+        # A fused multiply-add would round once less than the format's definition does.
+        constants["enable_fp_fusion"] = False
+        return (flat.view(torch.int32), flat, flat.view(torch.float16)), matrix.strip(half).span_bytes, constants
+    constants = {"CODE": kind[0], "SCALE": kind[1], "BITS": form.bits, "HIGH": 0}
+    if matrix.plain:
+        return (flat.view(torch.int16), flat, flat), 0, constants | {"ENTRIES": 16, "SCALE_BYTES": 1}
+    field = (form.fields or form.row)[0]
+    scales = flat.view(SCALES[field.kind])
+    constants |= {"ENTRIES": 1 if field.shared else 16, "SCALE_BYTES": scales.element_size()}
+    views = (flat.view(torch.int32), scales, flat.view(torch.float32))
+    return views, matrix.strip(half).row_bytes if form.span else 0, constants

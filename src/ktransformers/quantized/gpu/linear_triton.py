@@ -19,7 +19,7 @@ sums in the order of K, so results do not depend on which program ends first; it
 so a captured graph can be replayed. Sizes are a function of the shape (`configuration`).
 """
 
-# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc,no-redef"
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc,no-redef,assignment"
 from __future__ import annotations
 
 import functools
@@ -374,23 +374,14 @@ def _decode(
             low = tl.load(low_words + low_row[None, :] * stride + lane, mask=inside, other=0)
         if HEADS and s * ROWS % 256 == 0:
             head = tl.load(heads + (0 if SCALES == NESTED else k // 256 * stride) + lane, mask=inside, other=0)
-        value_0 = _exact_part(
-            low, high, head, scale_row, scale_stride, k, inside, s, 0, ELEMENT, ZERO, SCALES, LOW, HIGH, HIGH_AT,
-            ROWS, GROUP, PER, ADDS,
-        )  # fmt: skip
-        value_1 = _exact_part(
-            low, high, head, scale_row, scale_stride, k, inside, s, 1, ELEMENT, ZERO, SCALES, LOW, HIGH, HIGH_AT,
-            ROWS, GROUP, PER, ADDS,
-        )  # fmt: skip
-        value_2 = _exact_part(
-            low, high, head, scale_row, scale_stride, k, inside, s, 2, ELEMENT, ZERO, SCALES, LOW, HIGH, HIGH_AT,
-            ROWS, GROUP, PER, ADDS,
-        )  # fmt: skip
-        value_3 = _exact_part(
-            low, high, head, scale_row, scale_stride, k, inside, s, 3, ELEMENT, ZERO, SCALES, LOW, HIGH, HIGH_AT,
-            ROWS, GROUP, PER, ADDS,
-        )  # fmt: skip
-        joined = tl.join(tl.join(value_0, value_2), tl.join(value_1, value_3))  # [outputs, words, 2, 2]
+        parts = ()
+        for more in tl.static_range(4):
+            part = _exact_part(
+                low, high, head, scale_row, scale_stride, k, inside, s, more, ELEMENT, ZERO, SCALES, LOW, HIGH,
+                HIGH_AT, ROWS, GROUP, PER, ADDS,
+            )  # fmt: skip
+            parts = parts + (part,)  # noqa: RUF005 - Triton has no unpacking inside of a tuple
+        joined = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))  # [outputs, words, 2, 2]
         values = tl.reshape(tl.permute(joined, (0, 2, 3, 1)), (BLOCK_N, 4 * ROWS))
         column = k + tl.arange(0, 4 * ROWS)
         target = out + row.to(tl.int64)[:, None] * columns + column[None, :]

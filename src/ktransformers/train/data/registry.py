@@ -73,11 +73,6 @@ class DatasetSource(BaseModel):
     fill: dict[str, str] = Field(default_factory=dict)  # {{placeholder}} in the rows -> text
 
 
-def _read_info(folder: Path) -> dict[str, Any]:
-    file = folder / INFO_FILE
-    return read_json_object(file, "an object: name -> entry")
-
-
 def _source(name: str, entry: Any, folder: Path) -> DatasetSource:
     entry_name = f"{folder / INFO_FILE}, entry {name}"
     if not isinstance(entry, dict):
@@ -124,7 +119,7 @@ def dataset_folders(dataset_dir: str | None) -> list[Path]:
 def find_source(name: str, dataset_dir: str | None) -> DatasetSource:
     folder_of: dict[str, Path] = {}
     for folder in dataset_folders(dataset_dir):
-        info = _read_info(folder)
+        info = read_json_object(folder / INFO_FILE, "an object: name -> entry")
         if name in info:
             return _source(name, info[name], folder)
         folder_of |= {other_name: folder for other_name in info if other_name not in folder_of}
