@@ -97,7 +97,8 @@ class Bench:
 
         engine = self.engine()
         self.answer(engine, self.prompt()[:65])
-        layout = BlockLayout.of_slot(engine.kv_cache.slots[0])
+        slot = engine.kv_cache.slots[0]
+        layout = BlockLayout.of_memory(slot.memory, slot.states)
         assert layout is not None
         return layout
 

@@ -125,15 +125,9 @@ class Bench:
 
         from ktransformers.serve.attention.latent import LatentProjection
         from ktransformers.serve.attention.spec import AttentionSpec
-        from ktransformers.serve.graphs.decode_attention import attend_latents
-        from ktransformers.serve.graphs.step_table import (
-            ACTIVE,
-            CAPACITY,
-            FIRST_ADDRESS,
-            POSITION,
-            CacheLines,
-            table_lines,
-        )
+        from ktransformers.serve.attention.step import DeviceStep, Span
+        from ktransformers.serve.cache.kv_cache import KVSlot
+        from ktransformers.serve.graphs.paged_attention import attend_latents
 
         table_of_cells = Table(("shape", "rows", "context", "us", "GB/s", "TFLOPS", "of roof"), [8, 5, 8, 8, 7, 7, 8])
         cells = KERNEL_CELLS if self.device.type == "cuda" else ((1, 64),)
@@ -144,13 +138,12 @@ class Bench:
                 options = {"dtype": torch.bfloat16, "device": self.device}
                 query = torch.randn(heads, rows, rank + rope, **options) * 0.1
                 key = torch.randn(1, rows, rank + rope, **options)
-                slots = [torch.randn(context + 1, rank + rope, **options) for _ in range(rows)]
-                table = torch.zeros(table_lines(1), rows, dtype=torch.int64)
-                for row, slot in enumerate(slots):
-                    table[POSITION, row], table[CAPACITY, row], table[ACTIVE, row] = context, context + 1, 1
-                    table[FIRST_ADDRESS, row] = slot.data_ptr()
-                table = table.to(self.device)
-                call = self.captured(lambda: attend_latents(table, CacheLines.of_layer(0, 1), spec, query, key))  # noqa: B023
+                slots = KVSlot.together(rows, context + 1)
+                (cache, *_) = held = slots[0].memory.of_layer(0, key)
+                cache.normal_()
+                spans = [Span(slot, row, row + 1, context) for row, slot in enumerate(slots)]
+                step = DeviceStep.of_spans(spans, self.device)
+                call = self.captured(lambda: attend_latents(step, held, spec, query, key))  # noqa: B023
                 taken = self.seconds(call)
                 moved = rows * context * (rank + rope) * 2
                 operations = 2 * rows * context * heads * (2 * rank + rope)
@@ -197,7 +190,7 @@ class Bench:
                     del slot.tokens[context:]
         forward.graphs = None
         captured = graphs is not None and graphs.replayed - before >= len(taken) - warm
-        return statistics.median(taken[warm:]), captured, slots[0].bytes() // slots[0].capacity
+        return statistics.median(taken[warm:]), captured, slots[0].memory.block_bytes // 64
 
     def profile(self, forward: Any, graphs: Any, context: int) -> None:
         from ktransformers.serve.scheduler.forward import Chunk

@@ -193,7 +193,7 @@ def test_names_defaults_and_meanings_are_those_of_the_record(table: str) -> None
 def test_record_has_every_flag_and_key() -> None:
     recorded = read_record()
     assert len(recorded["kt run"]) == 5
-    assert len([flag for flag in recorded["kt serve"].values() if flag["help"] != argparse.SUPPRESS]) == 69 + 3
+    assert len([flag for flag in recorded["kt serve"].values() if flag["help"] != argparse.SUPPRESS]) == 70 + 3
     assert len(recorded["keys of training"]) == 70 and len(recorded["keys of serving"]) == 39
 
 

@@ -26,7 +26,7 @@ class EagerCapture:
         self.captures += 1
 
         def replay() -> torch.Tensor:
-            with self._placement.capture_warmup():
+            with self._placement.capture_warmup(recaptured=True):
                 return compute()
 
         return replay

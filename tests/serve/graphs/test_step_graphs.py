@@ -90,6 +90,31 @@ def test_growing_slots_and_cached_prefixes_match_eager(
     assert same_completion(later, harness.alone(longer, max_tokens=20))
 
 
+@pytest.mark.parametrize("length", [60, 270], ids=["packed experts", "decoded experts"])
+def test_prompts_are_captured_where_every_expert_is_resident(
+    length: int, placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness
+) -> None:
+    """Prompts, a chunk in the middle of one, and new tokens in one step, against eager steps without residents."""
+    placed_harness, placement = placed
+    placement.place_residents(count=placed_harness.model.config.num_experts)
+    graphs = placed_harness.forward.graphs = StepGraphs(placed_harness.model, placement, capture, max_chunk_rows=300)
+    runs: list[list[torch.Tensor]] = []
+    for one in (harness, placed_harness):
+        slots, found = KVSlot.together(9, 384), list[torch.Tensor]()
+        begin = [Chunk(slot, random_prompt(row, 9), 0, None) for row, slot in enumerate(slots[:2])]
+        one.forward.run([*begin, Chunk(slots[2], random_prompt(2, 5), 0, None)])
+        for turn in range(6):
+            chunks = [Chunk(slot, [7 + turn], slot.length, None) for slot in slots[:2]]
+            chunks.append(Chunk(slots[2], random_prompt(turn, 11), slots[2].length, None, wants_logits=False))
+            chunks.append(Chunk(slots[3 + turn], random_prompt(turn + 3, length), 0, None))
+            found += [result.logits.clone() for result in one.forward.run(chunks) if result is not None]
+        runs.append(found)
+    (key,) = graphs.graphs.captured
+    assert key.columns == 8 and key.rows >= length + 13 and graphs.replayed == 6 - CAPTURE_AT + 1
+    for expected, actual in zip(*runs, strict=True):
+        assert float((actual - expected).norm() / expected.norm()) < 2e-2  # residents round to bf16
+
+
 def test_scored_prompts_are_not_captured(placed: tuple[EngineHarness, Placement], capture: EagerCapture) -> None:
     placed_harness, _ = placed
     asked = {"max_tokens": 0, "prompt_logprobs": True, "logprobs": 0}
