@@ -63,7 +63,7 @@ IGNORED_SWITCHES: dict[str, str] = {  # take no value
     "--enable-shared-experts-fusion": "shared experts are computed as the model has them",
     "--disable-shared-experts-fusion": "shared experts are computed as the model has them",
     "--enable-lora": "adapters are always enabled",
-    "--disable-radix-cache": "prefixes are cached per KV slot",
+    "--disable-radix-cache": "prefixes are always cached",
     "--enable-metrics": "/metrics is always served",
     "--disable-custom-all-reduce": "there is no all-reduce over GPUs",
     "--skip-server-warmup": "there is no warm-up",
