@@ -45,8 +45,10 @@ def test_greedy_chunks_return_their_token() -> None:
     read: list[torch.Tensor] = []
     requested = [([5, 6, 7], True, True), ([8, 9], False, False), ([1], True, False), ([2, 3], False, True)]
     pieces = [
-        Chunk(KVSlot.alone(16), tokens, 0, None, collect_rows(read) if not at else None, greedy or last, greedy)
-        for at, (tokens, last, greedy) in enumerate(requested)
+        Chunk(slot, tokens, 0, None, collect_rows(read) if not at else None, greedy or last, greedy)
+        for at, (slot, (tokens, last, greedy)) in enumerate(
+            zip(KVSlot.together(len(requested), 16), requested, strict=True)
+        )
     ]
     first, middle, drawn, last = forward.run(pieces)
     assert middle is None and first is not None and drawn is not None and last is not None
