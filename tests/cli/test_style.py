@@ -51,6 +51,7 @@ REFUSED: dict[str, list[str]] = {
     "model upcycle": ["/nothing", "-o", "/nothing/out"],
     "model download": ["nothing"],
     "model verify": ["nothing"],
+    "model check": ["/nothing"],
     "config show": ["no.such"],
     "config get": ["no.such"],
     "config set": ["no.such", "1"],
