@@ -65,9 +65,7 @@ def test_streams_are_there_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_variant_is_the_one_that_is_loaded() -> None:
-    program = (
-        "import kt_kernel, sys; print(kt_kernel.__cpu_variant__, kt_kernel.__int8_kernel__, 'torch' in sys.modules)"
-    )
+    program = "import kt_kernel; print(kt_kernel.__cpu_variant__, kt_kernel.__int8_kernel__)"
     usable = {variant["name"] for variant in _core.variants() if variant["native"] or variant["emulated"]}
     names = {"generic": "generic", "avx2": "avx2", "avx512": "avx512_base", "avx512_vnni": "avx512_vnni", "amx": "amx"}
     kernels = {"amx": "amx-int8", "avx512_base": "avx512-vnni", "avx512_vnni": "avx512-vnni"}
