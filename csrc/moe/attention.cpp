@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "moe/widen.h"
+
 namespace kt {
 
 namespace {
@@ -33,6 +35,10 @@ void encode_row(const char* row, DType type, int32_t size, uint8_t* codes, uint8
   *scale = (uint8_t)(finite ? std::max(exponent, 1) : 255);
   const float inverse = std::bit_cast<float>((uint32_t)(254 - (finite ? *scale : 127)) << 23);
   for (int32_t i = 0; i < size; i++) codes[i] = finite ? e4m3_code(element_of<float>(row, i, type) * inverse) : 0;
+}
+
+void add_scaled(const float* values, float by, std::vector<float>& sums) {
+  for (size_t i = 0; i < sums.size(); i++) sums[i] += values[i] * by;
 }
 
 // A unit is a part of the heads of one GQA group of one sequence and one split of its keys. Splits begin at multiples
@@ -121,9 +127,9 @@ class AttentionJob : public Job {
     const int32_t begin = unit.split * kAttentionSplit, first = std::max(begin, first_key(unit.sequence)),
                   end = std::min(begin + kAttentionSplit, position(unit.sequence) + 1);
     for (int32_t h = 0; h < unit.heads; h++) {
-      const char* query = a_.query.at(row(unit.sequence), unit.first_head + h);
-      for (int32_t i = 0; i < a_.key_size; i++)
-        scratch[h * a_.key_size + i] = element_of<float>(query, i, a_.type) * a_.scale;
+      float* query = scratch + h * a_.key_size;
+      widen(a_.type, a_.query.at(row(unit.sequence), unit.first_head + h), query, a_.key_size);
+      for (int32_t i = 0; i < a_.key_size; i++) query[i] *= a_.scale;
     }
     const char* blocks[2][kAttentionSplit / kBlockTokens];
     AttentionSplit split{scratch,
@@ -173,23 +179,21 @@ class AttentionJob : public Job {
     auto split_result = [&](int32_t s) {
       return results_.data() + (size_t)(part.first_unit + s) * (size_t)result_size_;
     };
-    std::vector<float> rescale((size_t)part.splits);
+    std::vector<float> sums((size_t)a_.value_size);
     for (int32_t h = 0; h < unit.heads; h++) {
       const float* sink = a_.sinks ? a_.sinks + unit.first_head + h : nullptr;
       float max_score = sink ? std::max(*sink, split_result(0)[h]) : split_result(0)[h];
       for (int32_t s = 1; s < part.splits; s++) max_score = std::max(max_score, split_result(s)[h]);
       float exp_sum = sink ? std::exp(*sink - max_score) : 0;
+      std::fill(sums.begin(), sums.end(), 0.0f);
       for (int32_t s = 0; s < part.splits; s++) {
-        rescale[(size_t)s] = std::exp(split_result(s)[h] - max_score);
-        exp_sum += split_result(s)[max_heads_ + h] * rescale[(size_t)s];
+        const float rescale = std::exp(split_result(s)[h] - max_score);
+        exp_sum += split_result(s)[max_heads_ + h] * rescale;
+        add_scaled(split_result(s) + 2 * max_heads_ + h * a_.value_size, rescale, sums);
       }
+      for (float& sum : sums) sum /= exp_sum;
       const int64_t head = (int64_t)(unit.first_head + h) * a_.value_size;
-      for (int32_t i = 0; i < a_.value_size; i++) {
-        float sum = 0;
-        for (int32_t s = 0; s < part.splits; s++)
-          sum += split_result(s)[2 * max_heads_ + h * a_.value_size + i] * rescale[(size_t)s];
-        set_element(out, head + i, a_.type, (double)(sum / exp_sum));
-      }
+      narrow(a_.type, sums.data(), out + head * (int64_t)size_of(a_.type), a_.value_size);
     }
   }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "moe/linear.h"
+#include "moe/widen.h"
 #include "steps.h"
 
 namespace kt {
@@ -31,40 +32,6 @@ enum Buffer : int {
   kResult,
   kBuffers
 };
-
-template <DType type>
-inline float load(const char* at, int64_t i) {
-  return type == DType::bf16 ? to_float(((const uint16_t*)at)[i], type) : ((const float*)at)[i];
-}
-
-// As from_float, without a branch, so that compilers make vectors of loops with it.
-inline uint16_t to_bf16(float value) {
-  uint32_t u;
-  __builtin_memcpy(&u, &value, 4);
-  const uint32_t is_nan = 0u - (uint32_t)((u & 0x7fffffffu) > 0x7f800000u);
-  const uint32_t nan = (u >> 16) | 0x40u, number = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  return (uint16_t)((nan & is_nan) | (number & ~is_nan));
-}
-
-template <DType type>
-inline float rounded(float value) {
-  return type == DType::bf16 ? to_float(to_bf16(value), type) : value;
-}
-
-// Numbers of the hidden states' type; floats between them never overlap them.
-template <DType type>
-inline void widen(const char* from, float* __restrict to, int64_t count) {
-  for (int64_t i = 0; i < count; i++) to[i] = load<type>(from, i);
-}
-
-template <DType type>
-inline void narrow(const float* __restrict from, char* to, int64_t count) {
-  if constexpr (type == DType::bf16) {
-    for (int64_t i = 0; i < count; i++) ((uint16_t*)to)[i] = to_bf16(from[i]);
-  } else {
-    __builtin_memcpy(to, from, (size_t)count * 4);
-  }
-}
 
 // Heads in place: x cos + rotate_half(x) sin, each term rounded as torch's operators do.
 template <DType type>
