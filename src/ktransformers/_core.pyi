@@ -140,7 +140,7 @@ class StepSequences:
 # Strided views of one layer's part of a pool of blocks of 64 tokens: keys [blocks, groups, 64, d] and values
 # [blocks, groups, 64, dv], which may be the first dv numbers of the keys. With key scales and value scales of e8m0
 # [blocks, groups, 64, 1] they are codes of e4m3, all in uint8.
-Cache = tuple[Any, Any] | tuple[Any, Any, Any, Any]
+Cache = tuple[Any, ...]
 
 class Pool:
     def __init__(
