@@ -89,12 +89,14 @@ def plan_server(
     def plan_for(device: str) -> Plan | None:
         work = workload_of(launch, target, device, rest_by_rules(options, launch.rest))
         fixed = launch.chunked_prefill_size is not None or launch.deterministic
-        sizes = () if fixed else CHUNK_SIZES[device == "cpu" :]
         expert_format = launch.expert_format or encoded_format(options) or target.expert_format
         try:
             shape = stored_as(open_shape(str(target.model)), expert_format)
             machine = with_gpus(this_machine(), "none") if device == "cpu" else this_machine()
             plan = make_plan(shape, work, machine, policies=options.policies, needs_gpu=needs_gpu)
+            # Prompts of latents and of selected keys go through torch on a GPU, and what it keeps of them is not planned.
+            fixed = fixed or (device != "cpu" and bool(shape.latent_width or shape.index_width))
+            sizes = () if fixed else CHUNK_SIZES[device == "cpu" :]
             for tokens in sizes if plan.best is not None else ():
                 larger_work = replace(work, prompt=min(tokens, work.context))
                 larger = make_plan(shape, larger_work, machine, policies=options.policies, needs_gpu=needs_gpu)
