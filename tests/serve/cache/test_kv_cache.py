@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from ktransformers.serve.cache.kv_cache import KVCache, KVSlot, _shared_prefix
@@ -51,6 +52,21 @@ def test_blocks_of_a_common_beginning_are_shared() -> None:
     assert cache.allocated_tokens == 4 * 64 and keys(second) == [*range(150), *range(500, 559)]
     cache.clear()
     assert cache.allocated_tokens == 0
+
+
+def test_a_block_that_cannot_be_copied_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(1024)
+    first = computed(cache, list(range(200)))
+
+    def no_memory(*_: int) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.memory, "copy_block", no_memory)
+        with pytest.raises(MemoryError):
+            cache.allocate(None, [*range(150), 7, 7])
+    assert cache.slots == [first] and cache.allocated_tokens == 4 * 64 and keys(first) == list(range(199))
+    assert keys(computed(cache, [*range(150), 7, 8])) == [*range(150), 7]
 
 
 def test_an_idle_slot_stays_beside_a_prompt_that_diverges() -> None:

@@ -372,9 +372,13 @@ class KVCache:
         if not self._evict_idle(1):
             return False
         last, (copy,) = slot.blocks[-1], self._allocator.take(1)
-        self.memory.copy_block(last, copy)
         slot.set_blocks([*slot.blocks[:-1], copy])
         self._allocator.release([last])
+        try:
+            self.memory.copy_block(last, copy)
+        except Exception:  # no memory
+            self.discard(slot)
+            raise
         return True
 
     def _cut(self, slot: KVSlot) -> None:
