@@ -140,6 +140,7 @@ class HostCallbackPath:
         change."""
         cache = self.executor.residents.get(layer.index)
         complete = cache is not None and len(cache.present(layer.index)) == layer.geometry.experts
+        complete = complete and self.executor.decodes_whole_layers
         return complete and self.recaptured and resident_batch.supports(layer, batch)
 
     def check(self, layer: LayerOnDevice, batch: ExpertBatch, mode: str) -> None:

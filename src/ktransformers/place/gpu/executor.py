@@ -143,6 +143,11 @@ class GpuExecutor:
             self._buffers[name, rows, columns] = buffer
         return buffer[:count]
 
+    @property
+    def decodes_whole_layers(self) -> bool:
+        """Whether there is memory for all decoded experts of a layer."""
+        return self._experts_per_group(self.geometry) >= self.geometry.experts
+
     def decoded_buffer(self, name: str, count: int, rows: int, columns: int) -> Tensor:
         """For decoded matrices of `count` experts, which all layers share."""
         return self._buffer(name, count, rows, columns, count)
