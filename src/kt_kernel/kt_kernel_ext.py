@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 KT_NAMES = {"avx512": "avx512_base", "avx_vnni": "avx2"}  # kt-kernel's names of variants that have another one here
 INT8_KERNELS = {"amx": "amx-int8"} | dict.fromkeys(("avx512_bf16", "avx512_vnni", "avx512_base"), "avx512-vnni")
-STREAM_METHODS = ("submit_with_cuda_stream", "sync_with_cuda_stream")  # of CPUInfer, where CUDA is
+# Methods that `CPUInfer` has only where CUDA is.
+STREAM_METHODS = ("submit_with_cuda_stream", "sync_with_cuda_stream")
 USE_INSTEAD = {
     "moe": "kt_kernel.KTMoEWrapper, which chooses the kernel by `method`",
     "linear": "torch.nn.functional.linear",

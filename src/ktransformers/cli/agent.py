@@ -210,8 +210,8 @@ def _connection(url: str, model: str, context: int, folder: Path, key: str | Non
 def setup_lines(
     setup: ClientSetup, folder: Path, command: Sequence[str], key: str | None, key_variable: str
 ) -> list[str]:
-    """A shell script that does by hand what `kt agent` does. It reads the key from its variable, and nobody else can
-    read the files, which may hold it."""
+    """A shell script that does by hand what `kt agent` does. It reads the key from its variable. The files may
+    hold it, and only their owner can read them."""
 
     def word(text: str) -> str:
         parts = text.split(key) if key else [text]

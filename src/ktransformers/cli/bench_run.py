@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from ktransformers.serve.flags import Launch
     from ktransformers.serve.speed import SpeedCell, SpeedSample, StreamingClient
 
-MEMORY_SHARE = 0.8  # of free memory and of the disk that a whole random model may take
+# The share of free memory and of the disk that a whole random model may take.
+MEMORY_SHARE = 0.8
 # What `kt quant` writes for the formats in which experts are released.
 WRITTEN = {"fp8": "fp8:128x128", "int4": "int4", "gptq": "int4", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
 SAMPLE_SECONDS = 0.02  # between two readings of the server's memory
@@ -55,7 +56,8 @@ class Opened:
     """The model that is served."""
 
     directory: Path
-    facts: dict[str, Any]  # of the record
+    # What the record says of the model.
+    facts: dict[str, Any]
     note: str  # the line under the table
 
 
@@ -65,7 +67,8 @@ def run(request: Request, folder: Path | None, show: Print | None) -> dict[str, 
 
     parse([request.model, *request.words])  # a wrong option is an error before weights are made
     if request.gpu_memory is not None:
-        os.environ[env.GPU_MEMORY] = request.gpu_memory  # of this process, which plans, and of the server
+        # This process plans with the limit, and the server inherits it.
+        os.environ[env.GPU_MEMORY] = request.gpu_memory
     with contextlib.ExitStack() as stack:
         stack.enter_context(library_output())
         temporary = tempfile.TemporaryDirectory(prefix="kt-bench-") if folder is None else None

@@ -17,7 +17,8 @@ from ktransformers.cli.progress import log
 from ktransformers.ground.errors import KTError
 from ktransformers.ground.ray_cluster import join_cluster
 
-RESTARTS = 10  # of one run, after which it is given up
+# A run is given up after so many restarts.
+RESTARTS = 10
 
 
 def train_rank(line: dict[str, Any]) -> None:
