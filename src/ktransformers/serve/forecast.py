@@ -94,7 +94,7 @@ def plan_server(
             shape = stored_as(open_shape(str(target.model)), expert_format)
             machine = with_gpus(this_machine(), "none") if device == "cpu" else this_machine()
             plan = make_plan(shape, work, machine, policies=options.policies, needs_gpu=needs_gpu)
-            # Prompts of latents and of selected keys go through torch on a GPU, and what it keeps of them is not planned.
+            # On a GPU, prompts of latents and of selected keys go through torch, whose memory for them is not planned.
             fixed = fixed or (device != "cpu" and bool(shape.latent_width or shape.index_width))
             sizes = () if fixed else CHUNK_SIZES[device == "cpu" :]
             for tokens in sizes if plan.best is not None else ():
