@@ -90,7 +90,7 @@ def requirements(demo: bool) -> list[str]:
         return ["-r", str(CONSTRAINTS)]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    (bundle,) = extras["sft"]  # ktransformers[train,serve,eval]
+    (bundle,) = extras["sft"]  # ktransformers[train,serve,eval,gguf]
     names = [*project["project"]["dependencies"], *project["build-system"]["requires"], *TO_BUILD]
     for extra in re.findall(r"\w+", bundle.partition("[")[2]):
         names += extras[extra]
